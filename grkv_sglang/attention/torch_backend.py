@@ -1,0 +1,154 @@
+"""``grkv_torch``: SGLang's torch_native attention, reading each request's KV from its gap on.
+
+Written against SGLang 0.5.23 ``srt/layers/attention/torch_native_backend.py: TorchNativeAttnBackend``,
+whose `forward_extend` / `forward_decode` (KV write, head layout) are inherited. Two things differ:
+
+- keys and values are ``row[gap:seq_len]`` instead of ``row[:seq_len]`` (see `rows`);
+- an extend computes only the rows of its new tokens. The stock backend pads the query to the whole
+  sequence and throws the prefix's rows away, which costs a full prefill's attention on every cache hit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from grkv_sglang.attention.rows import RowGaps
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+QUERY_BLOCK_TOKENS = 512
+"""Rows per attention call behind a prefix: bounds the mask, and skips keys that no row of it sees."""
+
+
+class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
+    """torch_native with gaps. Refuses what the gap arithmetic does not cover at construction."""
+
+    def __init__(self, model_runner: ModelRunner) -> None:
+        super().__init__(model_runner)
+        if self.use_sliding_window_kv_pool:
+            raise ValueError(
+                "grkv_torch does not serve sliding-window models; use --attention-backend torch_native"
+            )
+        rows = self.req_to_token_pool.req_to_token.shape[0]
+        self.row_gaps = RowGaps(rows, self.device)
+        # The radix cache, built later, finds the gaps here.
+        self.req_to_token_pool.grkv_row_gaps = self.row_gaps
+        self._batch_gaps: list[int] = []
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        self._batch_gaps = self.row_gaps.of(forward_batch.req_pool_indices).tolist()
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        extend_prefix_lens: Tensor,
+        extend_seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> Tensor:
+        """Attention of the new tokens: query and output [tokens, heads, dim], caches [slots, kv_heads, dim]."""
+        self._refuse(encoder_lens, is_cross_attn, sliding_window_size)
+        if not causal:
+            raise ValueError("grkv_torch serves causal attention only; use --attention-backend torch_native")
+        start = 0
+        batch = zip(
+            req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self._batch_gaps, strict=True
+        )
+        for row, seq_len, num_new, gap in batch:
+            slots = req_to_token[row, gap:seq_len]
+            keys = _to(k_cache[slots], query.dtype)
+            values = _to(v_cache[slots], query.dtype)
+            end = start + num_new
+            output[start:end] = causal_attention(query[start:end], keys, values, scaling)
+            start = end
+        return output
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        scaling: float | None = None,
+        enable_gqa: bool = False,
+        causal: bool = False,
+        is_cross_attn: bool = False,
+        sliding_window_size: int | None = None,
+    ) -> Tensor:
+        """Attention of one token per request; shapes as for extend."""
+        self._refuse(encoder_lens, is_cross_attn, sliding_window_size)
+        batch = zip(req_pool_indices.tolist(), seq_lens.tolist(), self._batch_gaps, strict=True)
+        for i, (row, seq_len, gap) in enumerate(batch):
+            slots = req_to_token[row, gap:seq_len]
+            keys = _to(k_cache[slots], query.dtype)
+            values = _to(v_cache[slots], query.dtype)
+            output[i : i + 1] = causal_attention(query[i : i + 1], keys, values, scaling)
+        return output
+
+    @staticmethod
+    def _refuse(encoder_lens: Tensor | None, is_cross_attn: bool, sliding_window_size: int | None) -> None:
+        if encoder_lens is not None or is_cross_attn or sliding_window_size is not None:
+            raise ValueError(
+                "grkv_torch serves plain causal self-attention; use --attention-backend torch_native "
+                "for encoder-decoder and sliding-window models"
+            )
+
+
+def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
+    """Causal attention of the last `q` of `n` tokens.
+
+    query [q, heads, d], keys [n, kv_heads, d], values [n, kv_heads, dv]; returns [q, heads, dv].
+    Row i sees keys ``[0, n - q + i]``.
+    """
+    num_new, num_keys = query.shape[0], keys.shape[0]
+    if num_new > num_keys:
+        raise ValueError(f"expected at most {num_keys} query rows (one per key), got {num_new}")
+    q = query.movedim(0, 1)[None]
+    k = keys.movedim(0, 1)[None]
+    v = values.movedim(0, 1)[None]
+    gqa = query.shape[1] != keys.shape[1]
+    if num_new == num_keys:
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return out[0].movedim(0, 1)
+    before = num_keys - num_new
+    blocks = []
+    for first in range(0, num_new, QUERY_BLOCK_TOKENS):
+        last = min(first + QUERY_BLOCK_TOKENS, num_new)
+        visible = before + last
+        mask = None
+        if last - first > 1:  # a single row sees every key
+            mask = torch.ones(last - first, visible, dtype=torch.bool, device=query.device).tril_(before + first)
+        blocks.append(
+            scaled_dot_product_attention(
+                q[:, :, first:last], k[:, :, :visible], v[:, :, :visible],
+                attn_mask=mask, scale=scaling, enable_gqa=gqa,
+            )
+        )  # fmt: skip
+    return torch.cat(blocks, dim=2)[0].movedim(0, 1)
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # A KV pool may hold another dtype than the model computes in.
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

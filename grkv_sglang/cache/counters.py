@@ -1,0 +1,29 @@
+"""What happened, by name: in the log and, through ``/server_info``, for anyone who asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Counters:
+    """Totals since start; a flush of the cache does not reset them."""
+
+    compressions_started: int = 0
+    compressions_done: int = 0
+    compressions_failed: Counter[str] = field(default_factory=Counter)
+    """By reason: the prefix stays exact and goes on serving."""
+    compressions_skipped: Counter[str] = field(default_factory=Counter)
+    """By reason: nothing had to be done, or nothing could be."""
+    span_hits: Counter[str] = field(default_factory=Counter)
+    """Requests served from at least one span, by match mode."""
+    span_tokens_served: int = 0
+    twins_freed: int = 0
+    spans_superseded: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()
+        }

@@ -1,0 +1,120 @@
+"""A span: tokens ``[start, end)`` of one path, compressed as a unit, a tree node of its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+from torch import Tensor
+
+from grkv_sglang.attention.rows import prefix_row
+
+
+@dataclass(frozen=True)
+class SpanOrigin:
+    """How a span was made; fixed for its life."""
+
+    profile: str
+    quality: float
+    """1 minus the relative attention-output error after regression, on held-out queries; in [0, 1]."""
+    error_before: float
+    """Relative attention-output error of the selection alone, on the same queries."""
+    error_after: float
+    forced: bool = False
+    probe_s: float = 0.0
+    select_s: float = 0.0
+    regress_s: float = 0.0
+    copy_s: float = 0.0
+    compress_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SpanKey:
+    """Key of a span among its parent's children: no token key of SGLang equals it."""
+
+    span_id: int
+
+
+_TAIL_TOKENS = 8
+
+
+class SpanNode(TreeNode):  # type: ignore[misc]
+    """Child of the node at which the span starts, beside the exact children.
+
+    ``len(value) == len(key)`` as for every node, so that SGLang's length arithmetic holds: the value is
+    laid out like a row, sentinels first (see ``attention/rows.py``). Written once, never changed, never
+    split, matched whole or not at all.
+    """
+
+    def __init__(
+        self, parent: TreeNode, key: RadixKey, slots: Tensor, start_tokens: int, origin: SpanOrigin, priority: int
+    ) -> None:
+        super().__init__(priority=priority)
+        self.parent = parent
+        self.key = key
+        self.value = prefix_row(slots.long(), len(key))
+        self.num_slots = slots.numel()
+        self.start_tokens = start_tokens
+        self.origin = origin
+        self.hits = 0
+        self.twin_freed = False
+        self.created_at = time.time()
+        self._tail = key.token_ids[len(key) - _TAIL_TOKENS :] if len(key) >= _TAIL_TOKENS else None
+
+    @property
+    def end_tokens(self) -> int:
+        return self.start_tokens + len(self.key)
+
+    @property
+    def budget(self) -> float:
+        """Kept slots per token."""
+        return self.num_slots / len(self.key)
+
+    @property
+    def child_key(self) -> SpanKey:
+        return SpanKey(self.id)
+
+    def matches(self, key: RadixKey, offset: int) -> bool:
+        """Whether `key` continues with exactly this span's tokens at `offset`, in the same namespace."""
+        end = offset + len(self.key)
+        if end > len(key) or self.key.extra_key != key.extra_key or self.key.cache_salt != key.cache_salt:
+            return False
+        # Documents behind one header start alike but seldom end alike: look at the end first.
+        if self._tail is not None and key.token_ids[end - _TAIL_TOKENS : end] != self._tail:
+            return False
+        return bool(self.key.match_at(key, offset) == len(self.key))
+
+
+@dataclass
+class PathFacts:
+    """What a root-to-node path holds, in tokens and slots."""
+
+    logical_tokens: int = 0
+    span_tokens: int = 0
+    span_slots: int = 0
+    last_span_end: int = 0
+    spans: list[SpanNode] = field(default_factory=list)
+
+    @property
+    def gap(self) -> int:
+        return self.span_tokens - self.span_slots
+
+
+def path_facts(node: TreeNode) -> PathFacts:
+    """Walk from `node` up to the root."""
+    facts = PathFacts()
+    while node.parent is not None:
+        facts.logical_tokens += len(node.key)
+        if isinstance(node, SpanNode):
+            facts.span_tokens += len(node.key)
+            facts.span_slots += node.num_slots
+            facts.last_span_end = max(facts.last_span_end, node.end_tokens)
+            facts.spans.append(node)
+        node = node.parent
+    return facts
+
+
+def slots_of(node: TreeNode) -> int:
+    """KV slots a node owns: fewer than its tokens for a span."""
+    return node.num_slots if isinstance(node, SpanNode) else len(node.key)

@@ -1,0 +1,130 @@
+"""The one configuration of the plugin: a validated model, read once per process.
+
+Sources, later ones win: defaults, a file (``GRKV_CONFIG_FILE``: .toml, .json, .yaml), environment
+variables ``GRKV_<FIELD>``. Command-line flags of ``grkv serve`` become such variables, because SGLang
+starts its workers as subprocesses and the environment is what reaches all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+ENV_PREFIX = "GRKV_"
+CONFIG_FILE_ENV = "GRKV_CONFIG_FILE"
+
+MatchMode = Literal["exact", "prefer_exact", "prefer_compressed"]
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message says where and what is valid."""
+
+
+class GrkvConfig(BaseModel):
+    """Settings of the server. Every request may override mode, budget and min_quality for itself."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    compression: bool = Field(True, description="Create spans at all. Off: an exact radix cache.")
+    mode: MatchMode = Field(
+        "prefer_compressed",
+        description="What a request without options may be served from: only exact KV, the longest match "
+        "preferring exact KV at equal length, or the longest match preferring a span at equal length.",
+    )
+    budget: float = Field(0.1, gt=0.0, le=1.0, description="Share of a span's tokens that is kept.")
+    budget_tokens: int | None = Field(
+        None, ge=1, description="Kept tokens of a span as an absolute number; replaces `budget` when set."
+    )
+    profile: str = Field("default", description="Selection and regression settings, by name.")
+    min_quality: float = Field(
+        0.0, ge=0.0, le=1.0, description="Requests are not served from spans of a lower measured quality."
+    )
+    min_span_tokens: int = Field(512, ge=2, description="Shorter stretches are never compressed on reuse.")
+    auto_reuse: bool = Field(
+        True, description="Compress a stretch when a second request reuses it, without being asked to."
+    )
+    free_exact_twin: Literal["at_once", "under_pressure"] = Field(
+        "at_once",
+        description="When the full-size KV of a compressed span is given back: as soon as nobody uses it, "
+        "or when the pool runs out.",
+    )
+    allow_forced: bool = Field(
+        False, description="Accept the request option `forced` (spans that keep all or no tokens), for tests."
+    )
+    census: bool = Field(
+        False, description="At every idle moment check that each KV slot has exactly one owner."
+    )
+
+
+def load_config(environ: Mapping[str, str] | None = None) -> GrkvConfig:
+    """Read file and environment.
+
+    Raises ConfigError for an unreadable file, an unknown key (naming the valid ones) or a bad value.
+    """
+    env = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    path = env.get(CONFIG_FILE_ENV)
+    if path:
+        values.update(_read_file(Path(path)))
+    for name, raw in env.items():
+        if name.startswith(ENV_PREFIX) and name != CONFIG_FILE_ENV:
+            values[name[len(ENV_PREFIX) :].lower()] = raw
+    try:
+        return GrkvConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"grkv configuration: {describe_errors(error, GrkvConfig)}") from error
+
+
+def to_environment(values: Mapping[str, Any]) -> dict[str, str]:
+    """The environment variables that carry `values` (field name -> value) to SGLang's processes."""
+    unknown = sorted(set(values) - set(GrkvConfig.model_fields))
+    if unknown:
+        raise ConfigError(f"grkv configuration: unknown {unknown}; valid are {list(GrkvConfig.model_fields)}")
+    return {
+        ENV_PREFIX + name.upper(): str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def describe_errors(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line for people: which field, what is wrong, and which fields exist if one does not."""
+    parts = []
+    for item in error.errors():
+        where = ".".join(str(p) for p in item["loc"]) or "value"
+        if item["type"] == "extra_forbidden":
+            parts.append(f"unknown field {where!r}; valid fields are {', '.join(model.model_fields)}")
+        else:
+            parts.append(f"{where}: {item['msg']} (got {item['input']!r})")
+    return "; ".join(parts)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{CONFIG_FILE_ENV}: cannot read {path}: {error}") from error
+    try:
+        if path.suffix == ".toml":
+            values: Any = tomllib.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            import yaml
+
+            values = yaml.safe_load(text) or {}
+        elif path.suffix == ".json":
+            values = json.loads(text)
+        else:
+            raise ConfigError(f"{CONFIG_FILE_ENV}: {path} must end in .toml, .yaml, .yml or .json")
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{CONFIG_FILE_ENV}: {path} is not valid: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{CONFIG_FILE_ENV}: {path} must hold a table of settings, got {type(values).__name__}")
+    return values

@@ -1,0 +1,152 @@
+"""Every SGLang symbol this package relies on, in one table, checked before anything is served.
+
+SGLang's plugin loader logs and swallows exceptions, so a plugin that no longer fits would serve
+uncompressed without a word. Here a symbol that is missing or takes other parameters turns
+``--radix-cache-backend grkv`` into a clear error instead.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import pkgutil
+from dataclasses import dataclass
+
+TESTED_SGLANG = "0.5.23"
+
+
+class ContractError(RuntimeError):
+    """The installed SGLang is not the one this package was written against."""
+
+
+@dataclass(frozen=True)
+class HostSymbol:
+    """One thing we call, override or hook: its path and the parameters we count on."""
+
+    path: str
+    parameters: tuple[str, ...]
+    used_by: str
+
+
+_SRT = "sglang.srt"
+_RADIX = f"{_SRT}.mem_cache.radix_cache.RadixCache"
+_BASE = f"{_SRT}.mem_cache.base_prefix_cache.BasePrefixCache"
+
+HOOK_INTERNAL_STATE = f"{_SRT}.managers.scheduler.Scheduler.get_internal_state"
+HOOK_ON_IDLE = f"{_SRT}.managers.scheduler.Scheduler.on_idle"
+HOOK_TOKENIZED = f"{_SRT}.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
+HOOK_REQUEST_LEVEL = (
+    f"{_SRT}.managers.scheduler_components.output_streamer."
+    "SchedulerOutputStreamer.is_request_level_customized_info_key"
+)
+HOOKS = (HOOK_INTERNAL_STATE, HOOK_ON_IDLE, HOOK_TOKENIZED, HOOK_REQUEST_LEVEL)
+
+HOST_SYMBOLS: tuple[HostSymbol, ...] = (
+    HostSymbol(HOOK_INTERNAL_STATE, ("self", "recv_req"), "plugin: state in /server_info"),
+    HostSymbol(HOOK_ON_IDLE, ("self",), "plugin: waiting compressions and the census run at idle"),
+    HostSymbol(
+        HOOK_TOKENIZED, ("self", "obj", "input_text", "input_ids"), "plugin: request options are validated (400)"
+    ),
+    HostSymbol(HOOK_REQUEST_LEVEL, ("self", "key"), "plugin: meta_info['grkv'] is one value per request"),
+    HostSymbol(f"{_SRT}.managers.scheduler.Scheduler.is_fully_idle", ("self",), "plugin: census"),
+    HostSymbol(f"{_SRT}.mem_cache.registry.register_radix_cache_backend", ("name", "factory"), "plugin"),
+    HostSymbol(
+        f"{_SRT}.layers.attention.attention_registry.register_attention_backend", ("name",), "plugin"
+    ),
+    HostSymbol(f"{_SRT}.server_args.add_attention_backend_choices", (), "plugin"),
+    HostSymbol(f"{_RADIX}.reset", ("self",), "cache.tree: super"),
+    HostSymbol(f"{_RADIX}.match_prefix", ("self", "params"), "cache.tree: override"),
+    HostSymbol(f"{_RADIX}.touch_prefix", ("self", "key"), "cache.tree: override"),
+    HostSymbol(f"{_RADIX}.checkpoint", ("self", "req", "up_to"), "cache.tree: override"),
+    HostSymbol(
+        f"{_RADIX}._insert_helper",
+        ("self", "node", "key", "value", "priority", "inserted_len"),
+        "cache.tree: called from the request's own node",
+    ),
+    HostSymbol(f"{_RADIX}._split_node", ("self", "key", "child", "split_len"), "cache.tree: override, super"),
+    HostSymbol(f"{_RADIX}._delete_leaf", ("self", "node"), "cache.tree: override, super"),
+    HostSymbol(f"{_RADIX}._update_leaf_status", ("self", "node"), "cache.tree: called"),
+    HostSymbol(f"{_RADIX}._inc_hit_count", ("self", "node"), "cache.grkv_cache: called"),
+    HostSymbol(f"{_RADIX}._total_size_helper", ("self",), "cache.tree: override"),
+    HostSymbol(f"{_RADIX}._print_helper", ("self", "node", "indent"), "cache.tree: override"),
+    HostSymbol(f"{_RADIX}.path_device_indices", ("self", "node"), "cache.tree: override, super"),
+    HostSymbol(f"{_RADIX}.evict", ("self", "params"), "cache.tree: override"),
+    HostSymbol(f"{_RADIX}.inc_lock_ref", ("self", "node"), "cache.tree: override"),
+    HostSymbol(f"{_RADIX}.dec_lock_ref", ("self", "node", "params"), "cache.tree: override"),
+    HostSymbol(f"{_RADIX}.all_values_flatten", ("self",), "cache.tree: override"),
+    HostSymbol(f"{_BASE}.prefix_device_indices", ("self", "req"), "cache.tree: override"),
+    HostSymbol(f"{_BASE}.maybe_hand_to_session", ("self", "req"), "cache.tree: sets a row's gap"),
+    HostSymbol(f"{_BASE}.on_release", ("self", "req", "checkpointed"), "cache.grkv_cache: queues work"),
+    HostSymbol(f"{_BASE}.flush_pending_backups", ("self",), "cache.grkv_cache: does the work"),
+    HostSymbol(f"{_BASE}.lock", ("self", "node"), "cache: called"),
+    HostSymbol(f"{_BASE}.unlock", ("self", "lock"), "cache: called"),
+    HostSymbol(
+        f"{_SRT}.mem_cache.radix_cache.RadixKey.match_at", ("self", "other", "offset", "page_size"), "cache"
+    ),
+    HostSymbol(f"{_SRT}.mem_cache.radix_cache.RadixKey.child_key_at", ("self", "offset", "page_size"), "cache"),
+    HostSymbol(f"{_SRT}.mem_cache.common.evict_from_tree_cache", ("tree_cache", "num_tokens"), "cache"),
+    HostSymbol(f"{_SRT}.mem_cache.allocation.alloc_for_extend", ("batch",), "calls maybe_hand_to_session"),
+    HostSymbol(
+        f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
+        ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens",
+         "extend_prefix_lens", "extend_seq_lens"),
+        "attention.torch_backend: override",
+    ),  # fmt: skip
+    HostSymbol(
+        f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
+        ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens"),
+        "attention.torch_backend: override",
+    ),
+    HostSymbol(
+        f"{_SRT}.layers.radix_attention.RadixAttention.forward",
+        ("self", "q", "k", "v", "forward_batch", "save_kv_cache"),
+        "cache.compressor: the probe's attention",
+    ),
+    HostSymbol(
+        f"{_SRT}.model_executor.forward_context.forward_context", ("ctx", "forward_batch"), "cache.compressor"
+    ),
+    HostSymbol(f"{_SRT}.model_executor.forward_context.ForwardContext", ("attn_backend",), "cache.compressor"),
+)
+
+
+def installed_sglang() -> str:
+    return importlib.metadata.version("sglang")
+
+
+def contract_problems() -> list[str]:
+    """What does not fit, in sentences; empty when everything does."""
+    problems = []
+    version = installed_sglang()
+    if version != TESTED_SGLANG:
+        problems.append(
+            f"SGLang {version} is installed, this package was written against {TESTED_SGLANG}: "
+            f"pip install 'sglang=={TESTED_SGLANG}'"
+        )
+    for symbol in HOST_SYMBOLS:
+        try:
+            target = pkgutil.resolve_name(symbol.path)
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{symbol.path} is missing ({error}); needed by {symbol.used_by}")
+            continue
+        have = list(inspect.signature(inspect.unwrap(target)).parameters)
+        missing = [name for name in symbol.parameters if name not in have]
+        if missing:
+            problems.append(f"{symbol.path} takes {have}, expected {missing} too; needed by {symbol.used_by}")
+    return problems
+
+
+def check_contract() -> None:
+    """Raise ContractError listing every problem."""
+    problems = contract_problems()
+    if problems:
+        raise ContractError("grkv_sglang does not fit the installed SGLang:\n  " + "\n  ".join(problems))
+
+
+def check_hooks_applied() -> None:
+    """Raise ContractError unless SGLang applied each of our hooks (it swallows errors when it does not)."""
+    missing = [path for path in HOOKS if not getattr(pkgutil.resolve_name(path), "__wrapped__", None)]
+    if missing:
+        raise ContractError(
+            f"SGLang did not apply these hooks of grkv_sglang: {missing}. Look for 'Failed to apply hooks' in the "
+            "log; SGLANG_PLUGINS, if set, must name 'grkv'."
+        )

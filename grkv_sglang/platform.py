@@ -1,0 +1,61 @@
+"""SGLang platform for machines without a GPU: plain torch, nothing compiled.
+
+SGLang 0.5.23's own CPU engine needs a CPU build of ``sgl-kernel``, which no package registry ships.
+An out-of-tree platform (entry-point group ``sglang.srt.platforms``) whose dispatch key is ``native``
+runs the same scheduler, radix cache and HTTP server on torch alone.
+
+Written against SGLang 0.5.23: ``srt/platforms/interface.py: SRTPlatform``,
+``srt/platforms/cpu.py: CpuDeviceMixin``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+if TYPE_CHECKING:
+    from torch import device as TorchDevice
+
+
+def activate() -> str | None:
+    """Name the platform class to SGLang, or None where an accelerator should be left alone."""
+    has_accelerator = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+    if has_accelerator:
+        return None
+    return f"{__name__}.TorchCpuPlatform"
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+    """Torch-only CPU platform: no Triton, no graph capture, fp32 recommended.
+
+    fp32 by default, because on a CPU without bf16 units a bf16 matrix product can be fifty times slower.
+    """
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        if server_args.dtype == "auto":
+            server_args.dtype = "float32"
+        # SGLang presumes "intel_amx" for CPUs; its kernels are not on this platform.
+        if server_args.radix_cache_backend == "grkv" and server_args.attention_backend in (None, "intel_amx"):
+            server_args.attention_backend = "grkv_torch"
+
+    def get_device(self, device_id: int | None = 0) -> Any:
+        # A string: SGLang takes the default of --device from here and splits it at ":".
+        return self.device_type
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def is_pin_memory_available(self, device: TorchDevice | None = None) -> bool:
+        return False

@@ -1,0 +1,110 @@
+"""Registration with SGLang: two backends and four hooks. Entry point ``sglang.srt.plugins: grkv``.
+
+Runs in every SGLang process before anything is built. Nothing is served by it: unless the server is
+started with ``--radix-cache-backend grkv`` (or ``--attention-backend grkv_torch``) the hooks return what
+SGLang would have returned.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from grkv_sglang import contract
+from grkv_sglang.policy.options import OPTIONS_KEY
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+RADIX_BACKEND = "grkv"
+ATTENTION_BACKEND = "grkv_torch"
+
+
+def register() -> None:
+    """Register backends and hooks. Must not raise: SGLang would swallow it and serve uncompressed.
+
+    A broken contract is kept for the cache factory, whose errors stop the server.
+    """
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    register_radix_cache_backend(RADIX_BACKEND, create_cache)
+    register_attention_backend(ATTENTION_BACKEND)(_create_attention_backend)
+    add_attention_backend_choices([ATTENTION_BACKEND])
+    if not contract.contract_problems():
+        _register_hooks()
+
+
+def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
+    """Factory of ``--radix-cache-backend grkv``.
+
+    Raises ContractError, UnsupportedError or ConfigError, each of which stops the server.
+    """
+    contract.check_contract()
+    contract.check_hooks_applied()
+
+    from grkv_sglang.cache.compressor import Compressor
+    from grkv_sglang.cache.grkv_cache import GrkvRadixCache
+    from grkv_sglang.config import load_config
+    from grkv_sglang.refusals import check_server
+
+    config = load_config()
+    row_gaps = check_server(ctx)
+    compressor = Compressor(ctx.tp_worker.model_runner)
+    compressor.check_profile(config.profile)
+    return GrkvRadixCache(ctx.params, config, row_gaps, compressor)
+
+
+def _create_attention_backend(model_runner: Any) -> Any:
+    from grkv_sglang.attention.torch_backend import GrkvTorchAttnBackend
+
+    return GrkvTorchAttnBackend(model_runner)
+
+
+def _register_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(contract.HOOK_TOKENIZED, _validate_options, HookType.AFTER)
+    HookRegistry.register(contract.HOOK_REQUEST_LEVEL, _is_request_level, HookType.AROUND)
+    HookRegistry.register(contract.HOOK_INTERNAL_STATE, _add_state, HookType.AFTER)
+    HookRegistry.register(contract.HOOK_ON_IDLE, _work_at_idle, HookType.BEFORE)
+
+
+def _validate_options(tokenized: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``TokenizerManager._create_tokenized_object``: check a request's options where a ValueError
+    becomes a 400, and replace ``prefix_end`` by the token count it means."""
+    if manager.server_args.radix_cache_backend != RADIX_BACKEND:
+        return
+    params = getattr(tokenized, "sampling_params", None)
+    custom = getattr(params, "custom_params", None)
+    if not isinstance(custom, dict) or OPTIONS_KEY not in custom:
+        return
+    from grkv_sglang.policy.resolve import resolve_options
+
+    if getattr(tokenized, "session_params", None) is not None:
+        raise ValueError("custom_params.grkv is not served together with session_params")
+    token_ids = list(tokenized.input_ids or [])
+    params.custom_params = {**custom, OPTIONS_KEY: resolve_options(custom, token_ids, manager.tokenizer)}
+
+
+def _is_request_level(original: Any, streamer: Any, key: str) -> bool:
+    """Around ``SchedulerOutputStreamer.is_request_level_customized_info_key``: our entry is one value per
+    request, not one per token."""
+    return key == OPTIONS_KEY or bool(original(streamer, key))
+
+
+def _add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``Scheduler.get_internal_state``: ``/server_info`` -> ``internal_states[0]["grkv"]``."""
+    from grkv_sglang.cache.grkv_cache import GrkvRadixCache
+
+    if isinstance(scheduler.tree_cache, GrkvRadixCache):
+        result.internal_state[OPTIONS_KEY] = scheduler.tree_cache.state()
+
+
+def _work_at_idle(scheduler: Any) -> None:
+    """Before ``Scheduler.on_idle``, which calls no tree method of its own."""
+    from grkv_sglang.cache.grkv_cache import GrkvRadixCache
+
+    if isinstance(scheduler.tree_cache, GrkvRadixCache):
+        scheduler.tree_cache.on_idle(fully_idle=scheduler.is_fully_idle())

@@ -1,0 +1,57 @@
+"""Which spans may serve a request: never one that is worse than it asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grkv_sglang.config import GrkvConfig, MatchMode
+from grkv_sglang.core import slots_for_budget
+from grkv_sglang.policy.options import RequestOptions
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of a span is kept: a share of its tokens, or a number of tokens."""
+
+    share: float | None
+    tokens: int | None
+
+    def slots(self, n_tokens: int, page_size: int) -> int:
+        """KV slots of a span of `n_tokens` tokens, a multiple of `page_size` unless all are kept."""
+        return slots_for_budget(n_tokens, share=self.share, tokens=self.tokens, page_size=page_size)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What a request may be served from: its own options where given, the server's otherwise."""
+
+    mode: MatchMode
+    budget: Budget
+    min_quality: float
+
+    def accepts(self, *, n_tokens: int, n_slots: int, quality: float, forced: bool, page_size: int) -> bool:
+        """Whether a span of `n_tokens` tokens in `n_slots` slots is good enough.
+
+        A forced span (a test option the server must allow) is taken at any size.
+        """
+        if self.mode == "exact" or quality < self.min_quality:
+            return False
+        return forced or n_slots >= self.budget.slots(n_tokens, page_size)
+
+
+def acceptance_of(options: RequestOptions, config: GrkvConfig) -> Acceptance:
+    """Combine a request's options with the server's settings."""
+    return Acceptance(
+        mode=options.mode or config.mode,
+        budget=budget_of(options, config),
+        min_quality=config.min_quality if options.min_quality is None else options.min_quality,
+    )
+
+
+def budget_of(options: RequestOptions, config: GrkvConfig) -> Budget:
+    """The budget a request asks for, or the server's."""
+    if options.budget is not None or options.budget_tokens is not None:
+        return Budget(options.budget, options.budget_tokens)
+    if config.budget_tokens is not None:
+        return Budget(None, config.budget_tokens)
+    return Budget(config.budget, None)

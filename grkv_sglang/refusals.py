@@ -1,0 +1,163 @@
+"""What is served and what is refused, by name, with the way out. Checked when the cache is built.
+
+The allow-list is plain causal RoPE attention with one KV layout per layer (MHA or GQA). Everything else
+either keeps KV we do not understand or reads rows in a way that ignores gaps. The cache factory is the
+place for these checks because its errors stop the server; errors of plugins are logged and swallowed.
+
+Written against SGLang 0.5.23: ``mem_cache/registry.py: TreeCacheBuildContext``,
+``configs/model_config.py: ModelConfig``, the argument groups' resolved values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grkv_sglang.attention.rows import RowGaps
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+SERVED_ATTENTION_BACKENDS = ("grkv_torch",)
+
+
+class UnsupportedError(ValueError):
+    """The server's settings or model are outside what compressed prefixes are served with."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One combination that is refused: how to see it, what it is called, what to do instead."""
+
+    applies: Callable[[Any, Any], bool]
+    """(resolved server arguments, model config) -> bool"""
+    what: str
+    way_out: str
+
+
+def _text(model: Any, name: str, default: Any = None) -> Any:
+    return getattr(model.hf_text_config, name, default)
+
+
+_NO_GRKV = "serve it without --radix-cache-backend grkv"
+
+REFUSALS: tuple[Refusal, ...] = (
+    # Models
+    Refusal(
+        lambda a, m: m.attention_arch.name != "MHA", "attention that is not MHA or GQA (MLA, state space)", _NO_GRKV
+    ),
+    Refusal(
+        lambda a, m: m.is_hybrid_swa or (m.sliding_window_size or -1) > 0, "sliding-window attention", _NO_GRKV
+    ),
+    Refusal(lambda a, m: m.is_encoder_decoder, "encoder-decoder models and cross attention", _NO_GRKV),
+    Refusal(
+        lambda a, m: m.is_local_attention_model or bool(m.attention_chunk_size), "chunked local attention", _NO_GRKV
+    ),
+    Refusal(
+        lambda a, m: bool(_text(m, "attn_logit_softcapping")) or bool(_text(m, "attn_logit_cap")),
+        "attention logit soft-capping",
+        _NO_GRKV,
+    ),
+    Refusal(
+        lambda a, m: bool(_text(m, "no_rope_layers")) or bool(_text(m, "no_rope_layer_interval")),
+        "layers without RoPE",
+        _NO_GRKV,
+    ),
+    Refusal(
+        lambda a, m: any("GptOss" in name for name in m.hf_config.architectures), "attention sinks as parameters",
+        _NO_GRKV,
+    ),
+    Refusal(lambda a, m: bool(_text(m, "num_kv_shared_layers")), "KV shared across layers", _NO_GRKV),
+    Refusal(lambda a, m: m.is_multimodal, "multimodal models", _NO_GRKV),
+    Refusal(lambda a, m: not m.is_generation, "embedding and reward models", _NO_GRKV),
+    # Servers
+    Refusal(
+        lambda a, m: a.disable_radix_cache, "--disable-radix-cache", "drop one of it and --radix-cache-backend grkv"
+    ),
+    Refusal(lambda a, m: bool(a.speculative_algorithm), "speculative decoding", "drop --speculative-algorithm"),
+    Refusal(
+        lambda a, m: a.enable_hierarchical_cache, "HiCache (hierarchical cache)", "drop --enable-hierarchical-cache"
+    ),
+    Refusal(lambda a, m: a.enable_lmcache, "LMCache", "drop --enable-lmcache"),
+    Refusal(lambda a, m: a.enable_flexkv, "FlexKV", "drop --enable-flexkv"),
+    Refusal(
+        lambda a, m: a.enable_unified_cache_external_linker,
+        "an external cache linker",
+        "drop --enable-unified-cache-external-linker",
+    ),
+    Refusal(lambda a, m: a.enable_unified_memory, "unified KV memory", "drop --enable-unified-memory"),
+    Refusal(lambda a, m: a.enable_streaming_session, "streaming sessions", "drop --enable-streaming-session"),
+    Refusal(
+        lambda a, m: a.enable_session_radix_cache, "session radix cache", "drop --enable-session-radix-cache"
+    ),
+    Refusal(
+        lambda a, m: a.disaggregation_mode not in (None, "null"), "prefill-decode disaggregation",
+        "drop --disaggregation-mode",
+    ),
+    Refusal(lambda a, m: a.enable_hisparse, "HiSparse", "drop --enable-hisparse"),
+    Refusal(lambda a, m: bool(a.dllm_algorithm), "diffusion LLMs", "drop --dllm-algorithm"),
+    Refusal(lambda a, m: a.pp_size > 1, "pipeline parallelism", "set --pp-size 1"),
+    Refusal(
+        lambda a, m: a.tp_size > 1,
+        "tensor parallelism (not tested yet: ranks must take identical decisions)",
+        "set --tp-size 1",
+    ),
+    Refusal(
+        lambda a, m: a.dp_size > 1 or a.enable_dp_attention, "data-parallel attention",
+        "set --dp-size 1 and run several servers behind a router",
+    ),
+    Refusal(lambda a, m: a.ep_size > 1, "expert parallelism", "set --ep-size 1"),
+    Refusal(lambda a, m: a.attn_cp_size > 1, "context parallelism", "set --attn-cp-size 1"),
+    Refusal(lambda a, m: a.dcp_size > 1, "decode context parallelism", "set --dcp-size 1"),
+    Refusal(
+        lambda a, m: bool(a.kv_events_config), "KV cache events (a span has no per-block hashes)",
+        "drop --kv-events-config",
+    ),
+    Refusal(
+        lambda a, m: bool(a.enable_lora) or bool(a.lora_paths), "LoRA adapters (the probe does not prepare them)",
+        "drop --enable-lora and --lora-paths",
+    ),
+    Refusal(
+        lambda a, m: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16"), "a quantised KV cache",
+        "set --kv-cache-dtype auto",
+    ),
+)  # fmt: skip
+
+
+def refusals_for(arguments: Any, model_config: Any) -> list[Refusal]:
+    """The refusals that apply to resolved server arguments and a model."""
+    return [r for r in REFUSALS if r.applies(arguments, model_config)]
+
+
+def check_server(ctx: TreeCacheBuildContext) -> RowGaps:
+    """Refuse what is not served; return the gaps that both attention backends read.
+
+    Raises UnsupportedError listing every refusal and its way out.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    arguments = resolved_view(ctx.server_args)
+    problems = [f"{r.what}: {r.way_out}" for r in refusals_for(arguments, ctx.model_config)]
+    runner = ctx.tp_worker.model_runner
+    backends = {
+        "prefill": runner.prefill_attention_backend_str,
+        "decode": runner.decode_attention_backend_str,
+    }
+    for phase, name in backends.items():
+        if name not in SERVED_ATTENTION_BACKENDS:
+            problems.append(
+                f"the {phase} attention backend {name!r} would read sentinel slots as KV: "
+                f"set --attention-backend {SERVED_ATTENTION_BACKENDS[0]}"
+            )
+    gaps = getattr(ctx.params.req_to_token_pool, "grkv_row_gaps", None)
+    if not problems and not isinstance(gaps, RowGaps):
+        problems.append("the attention backend did not set up row gaps: set --attention-backend grkv_torch")
+    if runner.device != "cpu" and not arguments.disable_cuda_graph:
+        problems.append("grkv_torch cannot be captured in a CUDA graph: set --disable-cuda-graph")
+    if ctx.params.is_eagle:
+        problems.append("bigram keys of speculative decoding: drop --speculative-algorithm")
+    if problems:
+        raise UnsupportedError("--radix-cache-backend grkv does not serve:\n  " + "\n  ".join(problems))
+    assert isinstance(gaps, RowGaps)
+    return gaps

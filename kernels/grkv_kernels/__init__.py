@@ -1,0 +1,1 @@
+"""Device kernels, each beside its torch reference."""
