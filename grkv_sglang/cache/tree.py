@@ -263,16 +263,23 @@ class SpanTree(RadixCache):  # type: ignore[misc]
         return chain
 
     def mark_twins_of(self, node: TreeNode, key: RadixKey) -> None:
-        """Mark exact nodes on the path to `node` (whose tokens are `key`) that a span stands for: a request
-        asked for the exact KV anew."""
+        """Mark what a span stands for on the exact path to `node` (whose tokens are `key`): a request asked
+        for the exact KV anew. Makes the span's end a node boundary, so that it can be freed alone."""
+        ends = []
         depth = path_facts(node).logical_tokens
         step = node
         while step.parent is not None:
             depth -= len(step.key)
             step = step.parent
-            for span in self._spans_at.get(step.id, ()):
-                if span.matches(key, depth):
-                    self._twins.update(self.exact_twin(span))
+            ends += [s for s in self._spans_at.get(step.id, ()) if s.matches(key, depth)]
+        for span in ends:
+            step, depth = node, path_facts(node).logical_tokens
+            while depth - len(step.key) >= span.end_tokens:
+                depth -= len(step.key)
+                step = step.parent
+            if depth > span.end_tokens:
+                self._split_node(step.key, step, len(step.key) - (depth - span.end_tokens))
+            self._twins.update(self.exact_twin(span))
 
     def free_exact_twin(self, span: SpanNode) -> bool:
         """Free the full-size KV of a span's tokens, with what unlocked exact requests left behind it.

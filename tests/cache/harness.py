@@ -1,0 +1,371 @@
+"""A radix cache without an engine, and a model of what every KV slot holds.
+
+Pools, allocator, requests and tree are SGLang's own and ours; only the forward pass is replaced, by a
+table that says what each slot would contain. Freed slots lose their content, so a later read shows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from grkv_sglang.attention.rows import RowGaps
+from grkv_sglang.cache.compressor import CompressionError, SpanSource
+from grkv_sglang.cache.grkv_cache import GrkvRadixCache
+from grkv_sglang.cache.span import SpanNode, SpanOrigin, path_facts
+from grkv_sglang.config import GrkvConfig
+
+Lineage = tuple[int, ...]
+"""Ids of the spans that a token was computed on top of."""
+
+
+class RecordingAllocator(TokenToKVPoolAllocator):
+    """SGLang's allocator, with a table of what its slots hold."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.content: dict[int, Any] = {}
+        self.held: set[int] = set()
+        super().__init__(num_slots, torch.float32, "cpu", None, False)
+
+    def clear(self) -> None:
+        super().clear()
+        self.content.clear()
+        self.held.clear()
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        slots = super().alloc(need_size)
+        if slots is not None:
+            taken = slots.tolist()
+            assert not self.held.intersection(taken), "a slot was handed out twice"
+            self.held.update(taken)
+        return slots
+
+    def free(self, free_index: torch.Tensor) -> None:
+        if self.free_group is None:
+            for slot in free_index.tolist():
+                assert slot in self.held, f"slot {slot} freed though it is free or the dummy"
+                self.held.discard(slot)
+                self.content.pop(slot, None)
+        super().free(free_index)
+
+
+class TableCompressor:
+    """Stands in for the model: checks what it is given to compress, writes table entries, can fail."""
+
+    def __init__(self, allocator: RecordingAllocator) -> None:
+        self.allocator = allocator
+        self.fail_next: str | None = None
+        self.quality = 0.9
+        self.calls = 0
+
+    def check_profile(self, name: str) -> str:
+        return name
+
+    def compress(self, source: SpanSource, profile: str, new_slots: torch.Tensor) -> SpanOrigin:
+        self.calls += 1
+        self._check(source)
+        for i, slot in enumerate(new_slots.tolist()):
+            self.allocator.content[slot] = ("kept", tuple(source.token_ids), source.start_tokens, i)
+        failure, self.fail_next = self.fail_next, None
+        if failure == "exception":
+            raise RuntimeError("injected")
+        if failure is not None:
+            raise CompressionError(failure, "injected")
+        return SpanOrigin(profile, self.quality, 0.2, 0.1)
+
+    def copy(self, source: SpanSource, new_slots: torch.Tensor) -> SpanOrigin:
+        self.calls += 1
+        self._check(source)
+        for i, slot in enumerate(new_slots.tolist()):
+            self.allocator.content[slot] = ("kept", tuple(source.token_ids), source.start_tokens, i)
+        return SpanOrigin("copy", 1.0, 0.0, 0.0, forced=True)
+
+    def _check(self, source: SpanSource) -> None:
+        assert len(source.token_ids) == source.slots.numel()
+        for i, slot in enumerate(source.slots.tolist()):
+            kind, lineage, tokens = self.allocator.content[slot]
+            assert kind == "computed"
+            assert len(tokens) == source.start_tokens + i + 1
+            assert tokens[source.start_tokens :] == tuple(source.token_ids[: i + 1])
+        for slot in source.ancestor_slots.tolist():
+            assert slot in self.allocator.content, "an ancestor slot was freed"
+
+
+class Harness:
+    """Drives the cache as SGLang's scheduler does."""
+
+    def __init__(self, num_slots: int = 120, num_rows: int = 8, row_tokens: int = 64, **settings: Any) -> None:
+        self.pool = ReqToTokenPool(num_rows, row_tokens, "cpu", False)
+        self.allocator = RecordingAllocator(num_slots)
+        self.compressor = TableCompressor(self.allocator)
+        self.gaps = RowGaps(num_rows + 1, "cpu")
+        settings = {"min_span_tokens": 4, "budget": 0.34, **settings}
+        self.config = GrkvConfig(**settings)
+        params = CacheInitParams(
+            disable=False, req_to_token_pool=self.pool, token_to_kv_pool_allocator=self.allocator, page_size=1
+        )
+        self.cache = GrkvRadixCache(params, self.config, self.gaps, self.compressor)
+        self.running: list[Req] = []
+        self._ids = 0
+
+    # -- what the scheduler does -------------------------------------------------------------------
+
+    def submit(
+        self,
+        tokens: Sequence[int],
+        options: dict[str, Any] | None = None,
+        chunk: int | None = None,
+        cache_salt: str | None = None,
+    ) -> Req | None:
+        """Match, admit and prefill a request (or its first chunk). None when the pool has no room."""
+        self._ids += 1
+        custom = None if options is None else {"grkv": options}
+        params = SamplingParams(max_new_tokens=16, custom_params=custom)
+        req = Req(f"r{self._ids}", "", array("q", tokens), params, cache_salt=cache_salt)
+        return req if self.resume(req, chunk) else None
+
+    def resume(self, req: Req, chunk: int | None = None) -> bool:
+        req.init_next_round_input(self.cache)
+        total = len(req.full_untruncated_fill_ids)
+        req.extend_end = total if chunk is None else min(total, req.prefix_len + chunk)
+        new = req.extend_end - req.prefix_len
+        lock = self.cache.lock(req.last_node)
+        room = self.allocator.available_size() + self.cache.evictable_size() >= new
+        if not room or not self.pool.available_size():
+            self.cache.unlock(lock)
+            return False
+        req.lock = lock
+        prefix = self.cache.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
+        self.pool.alloc([req])
+        self.pool.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), prefix)
+        self._extend(req)
+        self.running.append(req)
+        return True
+
+    def next_chunk(self, req: Req, chunk: int) -> bool:
+        """Stash what a chunked request has computed and prefill its next chunk."""
+        checkpoint_kv_cache(req, self.cache)
+        total = len(req.full_untruncated_fill_ids)
+        end = min(total, req.prefix_len + chunk)
+        if self.allocator.available_size() + self.cache.evictable_size() < end - req.prefix_len:
+            return False
+        req.extend_end = end
+        self._extend(req)
+        return True
+
+    def finish_prefill(self, req: Req) -> None:
+        checkpoint_kv_cache(req, self.cache)
+        req.output_ids.append(self._next_token(req))
+        self.cache.flush_pending_backups()
+
+    def decode(self, req: Req) -> bool:
+        evict_from_tree_cache(self.cache, 1)
+        slot = self.allocator.alloc(1)
+        if slot is None:
+            return False
+        position = req.kv.kv_allocated_len
+        self.pool.write((req.kv.req_pool_idx, slice(position, position + 1)), slot)
+        req.refresh_fill_ids()
+        self._compute(req, position, position + 1)
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = position + 1
+        req.output_ids.append(self._next_token(req))
+        self.cache.flush_pending_backups()
+        return True
+
+    def finish(self, req: Req) -> None:
+        req.finished_reason = FINISH_LENGTH(1)
+        self._release(req, checkpoint=True)
+        self.cache.flush_pending_backups()
+
+    def retract(self, req: Req) -> None:
+        self._release(req, checkpoint=False)
+        req.reset_for_retract()
+
+    def run(self, tokens: Sequence[int], options: dict[str, Any] | None = None, **kwargs: Any) -> Req:
+        """A whole request, alone."""
+        req = self.submit(tokens, options, **kwargs)
+        assert req is not None
+        self.finish_prefill(req)
+        self.finish(req)
+        return req
+
+    def key_of(self, tokens: Sequence[int], options: dict[str, Any] | None = None) -> MatchPrefixParams:
+        """Parameters of a match on behalf of a request that is not admitted."""
+        custom = None if options is None else {"grkv": options}
+        req = Req("match", "", array("q", tokens), SamplingParams(custom_params=custom))
+        return MatchPrefixParams(key=RadixKey(req.origin_input_ids), req=req)
+
+    def _extend(self, req: Req) -> None:
+        new = req.extend_end - req.prefix_len
+        evict_from_tree_cache(self.cache, new)
+        slots = self.allocator.alloc(new)
+        assert slots is not None
+        self.pool.write((req.kv.req_pool_idx, slice(req.prefix_len, req.extend_end)), slots)
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
+        self.cache.maybe_hand_to_session(req)
+        self._compute(req, req.prefix_len, req.extend_end)
+
+    def _release(self, req: Req, *, checkpoint: bool) -> None:
+        # As mem_cache/common.py: release_kv_cache, which needs a published server context.
+        owned = req.kv.kv_allocated_len
+        self.allocator.free_group_begin()
+        if checkpoint:
+            req.refresh_fill_ids()
+            self.cache.checkpoint(req, up_to=owned)
+        self.cache.free_kv_row(req.kv, [(req.kv.cache_protected_len, owned)])
+        self.cache.unlock(req.lock)
+        req.lock = None
+        self.cache.on_release(req, checkpointed=checkpoint)
+        self.pool.free(req)
+        req.kv.mark_kv_released()
+        self.running.remove(req)
+        self.allocator.free_group_end()
+
+    @staticmethod
+    def _next_token(req: Req) -> int:
+        return (sum(req.full_untruncated_fill_ids) + len(req.output_ids)) % 3 + 1
+
+    # -- the table ---------------------------------------------------------------------------------
+
+    def _compute(self, req: Req, start: int, end: int) -> None:
+        """Positions [start, end) are computed now: on what the request's row reads."""
+        row = self.pool.req_to_token[req.kv.req_pool_idx].tolist()
+        lineage = self.lineage(req)
+        for position in range(start, end):
+            tokens = tuple(req.full_untruncated_fill_ids[: position + 1])
+            self.allocator.content[row[position]] = ("computed", lineage, tokens)
+        self.check_row(req)
+
+    def lineage(self, req: Req) -> Lineage:
+        return tuple(sorted(span.id for span in path_facts(req.last_node).spans))
+
+    def check_row(self, req: Req) -> None:
+        """What the attention backend would read for `req` is what its tokens need, slot by slot."""
+        gap = int(self.gaps.tensor[req.kv.req_pool_idx])
+        length = req.kv.kv_allocated_len
+        row = self.pool.req_to_token[req.kv.req_pool_idx, :length].tolist()
+        assert row[:gap] == [0] * gap
+        assert 0 not in row[gap:]
+        expected: list[Any] = []
+        tokens = tuple(req.full_untruncated_fill_ids)
+        path = []
+        node = req.last_node
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        depth, above = 0, []
+        for node in reversed(path):
+            size = len(node.key)
+            assert tuple(node.key.token_ids) == tokens[depth : depth + size]
+            if isinstance(node, SpanNode):
+                expected += [("kept", tuple(node.key.token_ids), depth, i) for i in range(node.num_slots)]
+                above.append(node.id)
+            else:
+                lineage = tuple(sorted(above))
+                expected += [("computed", lineage, tokens[: depth + i + 1]) for i in range(size)]
+            depth += size
+        lineage = tuple(sorted(above))
+        expected += [("computed", lineage, tokens[: i + 1]) for i in range(depth, length)]
+        assert len(expected) == length - gap
+        assert [self.allocator.content.get(slot) for slot in row[gap:]] == expected
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Books, ownership and lineage of the whole cache."""
+        cache, allocator = self.cache, self.allocator
+        owned: list[int] = []
+        evictable = protected = 0
+        leaves = set()
+        for node in cache.nodes():
+            slots = [s for s in node.value.tolist() if s != 0]
+            size = node.num_slots if isinstance(node, SpanNode) else len(node.key)
+            assert len(slots) == size
+            assert len(node.value) == len(node.key)
+            owned += slots
+            if node.lock_ref:
+                protected += size
+                assert node.parent.lock_ref >= node.lock_ref or node.parent is cache.root_node
+            else:
+                evictable += size
+                if not node.children:
+                    leaves.add(node)
+            self._check_content(node)
+        assert cache.evictable_leaves == leaves
+        assert (cache.evictable_size(), cache.protected_size()) == (evictable, protected)
+        assert cache.total_size() == len(owned)
+        assert sorted(cache.all_values_flatten().tolist()) == sorted(owned)
+        for req in self.running:
+            row = self.pool.req_to_token[req.kv.req_pool_idx].tolist()
+            owned += row[req.kv.cache_protected_len : req.kv.kv_allocated_len]
+            assert path_facts(req.last_node).logical_tokens == req.kv.cache_protected_len
+            self.check_row(req)
+        assert len(owned) == len(set(owned)), "a slot has two owners"
+        assert set(owned) == allocator.held, "a slot has no owner"
+        assert allocator.available_size() + len(owned) == allocator.size
+        assert all(twin in set(cache.nodes()) for twin in cache._twins)
+        assert int(self.gaps.tensor[0]) == 0
+
+    def _check_content(self, node: Any) -> None:
+        """The exact branch holds only what was computed on exact ancestors; under a span, on that span."""
+        path, spans = [], []
+        step = node
+        while step.parent is not None:
+            path.append(step)
+            step = step.parent
+        tokens: tuple[int, ...] = ()
+        for item in reversed(path[1:]):
+            tokens += tuple(item.key.token_ids)
+            if isinstance(item, SpanNode):
+                spans.append(item.id)
+        slots = [s for s in node.value.tolist() if s != 0]
+        content = [self.allocator.content.get(slot) for slot in slots]
+        if isinstance(node, SpanNode):
+            assert node.start_tokens == len(tokens)
+            kept = tuple(node.key.token_ids)
+            assert content == [("kept", kept, len(tokens), i) for i in range(node.num_slots)]
+        else:
+            own = tuple(node.key.token_ids)
+            lineage = tuple(sorted(spans))
+            assert content == [("computed", lineage, tokens + own[: i + 1]) for i in range(len(own))]
+
+
+def longest_match(harness: Harness, key: Sequence[int], acceptance: Any, cache_salt: str | None = None) -> set[int]:
+    """Lengths a legal match of `key` may have, by brute force over all paths of the tree."""
+    best = [0]
+
+    def walk(node: Any, depth: int) -> None:
+        best.append(depth)
+        for child in node.children.values():
+            if child.key.cache_salt != cache_salt:
+                continue
+            own = list(child.key.token_ids)
+            rest = list(key[depth : depth + len(own)])
+            if isinstance(child, SpanNode):
+                needed = acceptance.budget.slots(len(own), 1)
+                good = child.origin.quality >= acceptance.min_quality
+                good = good and (child.origin.forced or child.num_slots >= needed)
+                if acceptance.mode != "exact" and good and own == rest:
+                    walk(child, depth + len(own))
+            else:
+                same = 0
+                while same < len(rest) and own[same] == rest[same]:
+                    same += 1
+                if same == len(own):
+                    walk(child, depth + same)
+                else:
+                    best.append(depth + same)
+
+    walk(harness.cache.root_node, 0)
+    return max(best)
