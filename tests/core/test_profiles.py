@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from grkv_sglang.core import get_profile, profile_names
+
+
+def test_built_ins_are_found_by_their_own_name() -> None:
+    assert profile_names() == ("default", "paper", "release", "copy")
+    assert all(get_profile(name).name == name for name in profile_names())
+
+
+def test_published_settings() -> None:
+    paper = get_profile("paper")
+    assert (paper.scorer, paper.score_queries, paper.fit_queries) == ("snapkv", "window", "window")
+    assert (paper.n_window, paper.rerotate, paper.query_weight) == (32, False, 1.0)
+    assert (paper.lambda_k, paper.lambda_v, paper.cap_k, paper.cap_v) == (1e-2, 1e-2, None, None)
+    assert (paper.fixed_share, paper.steps, paper.guard) == (0.1, 1, False)
+
+    release = get_profile("release")
+    assert (release.scorer, release.score_queries, release.fit_queries) == ("criticalkv", "window", "strata")
+    assert (release.n_strata, release.rerotate, release.query_weight) == (32, True, 6 / 32)
+    assert (release.lambda_k, release.lambda_v, release.cap_k, release.cap_v) == (1e-2, 1e-2, 0.025, 0.1)
+    assert (release.fixed_share, release.steps, release.guard) == (0.1, 1, True)
+
+
+def test_copy_selects_like_the_default_and_changes_nothing() -> None:
+    copy = get_profile("copy")
+    assert not copy.regresses
+    assert replace(copy, name="default", value_step=True, key_step=True) == get_profile("default")
+
+
+def test_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match="default, paper, release, copy, got 'papper'"):
+        get_profile("papper")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lambda_k": math.nan}, "finite lambda_k"),
+        ({"query_weight": math.inf}, "finite query_weight"),
+        ({"query_weight": 0.0}, "query_weight > 0"),
+        ({"lambda_v": -1e-3}, "lambda_v >= 0"),
+        ({"cap_k": -0.1}, "cap_k >= 0"),
+        ({"cap_v": math.nan}, "finite cap_v"),
+        ({"fixed_share": 1.1}, "fixed_share between 0 and 1"),
+        ({"n_held_out": 0}, "n_held_out >= 1"),
+        ({"n_strata": 0}, "n_strata >= 1"),
+        ({"steps": 0}, "steps >= 1"),
+        ({"cg_iterations": 0}, "cg_iterations >= 1"),
+        ({"pool_kernel": 4}, "pool_kernel to be odd"),
+        ({"scorer": "snap"}, "snapkv"),
+        ({"score_queries": "all"}, "score_queries to be one of"),
+        ({"fit_queries": ""}, "fit_queries to be one of"),
+        ({"sinks": -1}, "sinks >= 0"),
+        ({"n_window": -1}, "n_window >= 0"),
+    ],
+)
+def test_validation(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(get_profile("default"), **change)  # type: ignore[arg-type]
+
+
+def test_a_window_of_no_tokens_is_fine_where_no_query_comes_from_it() -> None:
+    assert replace(get_profile("default"), n_window=0).n_window == 0
+    with pytest.raises(ValueError, match="n_window >= 1"):
+        replace(get_profile("paper"), n_window=0)

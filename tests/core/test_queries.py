@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grkv_sglang.core import get_profile, plan_queries, profile_names, queries_needed
+
+
+def test_window_and_held_out_of_the_paper() -> None:
+    profile = replace(get_profile("paper"), n_window=4, n_held_out=2)
+    plan = plan_queries(20, profile)
+    # Held out: the middles of 0..9 and 10..19.
+    assert plan.positions.tolist() == [5, 15, 16, 17, 18, 19]
+    assert plan.score.tolist() == [False, False, True, True, True, True]
+    assert plan.fit.tolist() == plan.score.tolist()
+    assert plan.held_out.tolist() == [True, True, False, False, False, False]
+
+
+def test_strata_are_midpoints() -> None:
+    profile = replace(get_profile("default"), n_strata=5, n_held_out=1)
+    plan = plan_queries(100, profile)
+    # The one held-out midpoint, 50, is taken by the third stratum and moves to 49.
+    assert plan.positions.tolist() == [10, 30, 49, 50, 70, 90]
+    assert plan.positions[plan.held_out].tolist() == [49]
+
+
+def test_a_held_out_query_moves_out_of_the_window() -> None:
+    profile = replace(get_profile("paper"), n_window=12, n_held_out=1)
+    plan = plan_queries(20, profile)
+    assert plan.positions[plan.held_out].tolist() == [7]
+
+
+def test_window_and_strata_may_share_positions() -> None:
+    profile = replace(get_profile("release"), n_window=8, n_strata=8, n_held_out=2)
+    plan = plan_queries(30, profile)
+    assert int(plan.score.sum()) == 8
+    assert int(plan.fit.sum()) == 8
+    assert int((plan.score & plan.fit).sum()) == 2  # 24 and 28
+    assert len(plan.positions) == 8 + 8 + 2 - 2
+
+
+def test_no_fit_queries_where_nothing_regresses() -> None:
+    assert not plan_queries(200, get_profile("copy")).fit.any()
+    release_copy = replace(get_profile("release"), value_step=False, key_step=False)
+    assert len(plan_queries(200, release_copy).positions) == 32 + 16
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["window", "strata"]),
+    st.sampled_from(["window", "strata"]),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(0, 60),
+)
+def test_any_plan(score: str, fit: str, n_window: int, n_strata: int, n_held_out: int, beyond: int) -> None:
+    profile = replace(
+        get_profile("default"),
+        score_queries=score,  # type: ignore[arg-type]
+        fit_queries=fit,  # type: ignore[arg-type]
+        n_window=n_window,
+        n_strata=n_strata,
+        n_held_out=n_held_out,
+    )
+    n_tokens = queries_needed(profile) + beyond
+    plan = plan_queries(n_tokens, profile)
+    positions = plan.positions
+    assert positions.dtype == torch.int64
+    assert positions.device.type == "cpu"
+    assert (positions.diff() > 0).all()
+    assert 0 <= int(positions[0]) <= int(positions[-1]) < n_tokens
+    assert not (plan.held_out & (plan.fit | plan.score)).any()
+    assert (plan.held_out | plan.fit | plan.score).all()
+    assert int(plan.held_out.sum()) == n_held_out
+    for kind, mask in ((score, plan.score), (fit, plan.fit)):
+        if kind == "window":
+            assert positions[mask].tolist() == list(range(n_tokens - n_window, n_tokens))
+        else:
+            # The token that holds the middle of stratum [k n / S, (k + 1) n / S).
+            middle = (2 * torch.arange(n_strata) + 1) * n_tokens
+            twice = 2 * n_strata * positions[mask]
+            assert ((twice <= middle) & (middle < twice + 2 * n_strata)).all()
+
+
+@pytest.mark.parametrize(("name", "needed"), [("default", 64), ("paper", 48), ("release", 80), ("copy", 64)])
+def test_shortest_span(name: str, needed: int) -> None:
+    profile = get_profile(name)
+    assert queries_needed(profile) == needed
+    plan_queries(needed, profile)
+    with pytest.raises(ValueError, match=f"at least {needed} tokens .* '{name}', got {needed - 1}"):
+        plan_queries(needed - 1, profile)
+
+
+def test_every_profile_plans_a_usual_span() -> None:
+    assert {name: len(plan_queries(4000, get_profile(name)).positions) for name in profile_names()} == {
+        "default": 64,
+        "paper": 48,
+        "release": 80,
+        "copy": 64,
+    }

@@ -1,0 +1,120 @@
+"""The contract with SGLang: it holds for the pinned release, and a break is named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from grkv_sglang import contract
+from grkv_sglang.contract import ContractError, HostSymbol
+from grkv_sglang.refusals import REFUSALS, refusals_for
+
+
+def test_holds_for_the_installed_release():
+    assert contract.contract_problems() == []
+
+
+def test_a_missing_symbol_and_a_changed_signature_are_named(monkeypatch):
+    symbols = (
+        HostSymbol("sglang.srt.mem_cache.radix_cache.RadixCache.no_such_method", ("self",), "test"),
+        HostSymbol("sglang.srt.mem_cache.radix_cache.RadixCache.evict", ("self", "params", "mercy"), "test"),
+        HostSymbol("sglang.srt.no_such_module.thing", (), "test"),
+    )
+    monkeypatch.setattr(contract, "HOST_SYMBOLS", symbols)
+    with pytest.raises(ContractError) as error:
+        contract.check_contract()
+    text = str(error.value)
+    assert "no_such_method is missing" in text
+    assert "RadixCache.evict takes ['self', 'params'], expected ['mercy'] too" in text
+    assert "no_such_module" in text
+
+
+def test_another_version_is_refused_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(contract, "installed_sglang", lambda: "0.6.0")
+    with pytest.raises(ContractError, match=r"SGLang 0\.6\.0 is installed.*pip install 'sglang==0\.5\.23'"):
+        contract.check_contract()
+
+
+def test_hooks_that_were_not_applied_are_seen(monkeypatch):
+    monkeypatch.setattr(contract, "HOOKS", ("sglang.srt.mem_cache.radix_cache.RadixCache.evict",))
+    with pytest.raises(ContractError, match="did not apply these hooks.*RadixCache.evict"):
+        contract.check_hooks_applied()
+
+
+def served_arguments(**changes):
+    plain = dict(
+        disable_radix_cache=False, speculative_algorithm=None, enable_hierarchical_cache=False, enable_lmcache=False,
+        enable_flexkv=False, enable_unified_cache_external_linker=False, enable_unified_memory=False,
+        enable_streaming_session=False, enable_session_radix_cache=False, disaggregation_mode="null",
+        enable_hisparse=False, dllm_algorithm=None, pp_size=1, tp_size=1, dp_size=1, enable_dp_attention=False,
+        ep_size=1, attn_cp_size=1, dcp_size=1, kv_events_config=None, enable_lora=None, lora_paths=None,
+        kv_cache_dtype="auto",
+    )  # fmt: skip
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def served_model(text=None, architectures=("LlamaForCausalLM",), **changes):
+    plain = dict(
+        attention_arch=SimpleNamespace(name="MHA"), is_hybrid_swa=False, sliding_window_size=None,
+        is_encoder_decoder=False, is_local_attention_model=False, attention_chunk_size=None, is_multimodal=False,
+        is_generation=True, hf_text_config=SimpleNamespace(**(text or {})),
+        hf_config=SimpleNamespace(architectures=list(architectures)),
+    )  # fmt: skip
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def test_a_plain_model_and_server_are_served():
+    assert refusals_for(served_arguments(), served_model()) == []
+
+
+CASES = [
+    ({}, {"attention_arch": SimpleNamespace(name="MLA")}, "MLA"),
+    ({}, {"is_hybrid_swa": True}, "sliding-window"),
+    ({}, {"sliding_window_size": 4096}, "sliding-window"),
+    ({}, {"is_encoder_decoder": True}, "encoder-decoder"),
+    ({}, {"attention_chunk_size": 8192}, "chunked local"),
+    ({}, {"is_local_attention_model": True}, "chunked local"),
+    ({}, {"text": {"attn_logit_softcapping": 50.0}}, "soft-capping"),
+    ({}, {"text": {"no_rope_layers": [1, 0]}}, "without RoPE"),
+    ({}, {"architectures": ["GptOssForCausalLM"]}, "sinks as parameters"),
+    ({}, {"text": {"num_kv_shared_layers": 4}}, "shared across layers"),
+    ({}, {"is_multimodal": True}, "multimodal"),
+    ({}, {"is_generation": False}, "embedding"),
+    ({"disable_radix_cache": True}, {}, "--disable-radix-cache"),
+    ({"speculative_algorithm": "EAGLE"}, {}, "speculative"),
+    ({"enable_hierarchical_cache": True}, {}, "HiCache"),
+    ({"enable_lmcache": True}, {}, "LMCache"),
+    ({"enable_flexkv": True}, {}, "FlexKV"),
+    ({"enable_unified_cache_external_linker": True}, {}, "linker"),
+    ({"enable_unified_memory": True}, {}, "unified KV memory"),
+    ({"enable_streaming_session": True}, {}, "streaming sessions"),
+    ({"enable_session_radix_cache": True}, {}, "session radix"),
+    ({"disaggregation_mode": "prefill"}, {}, "disaggregation"),
+    ({"enable_hisparse": True}, {}, "HiSparse"),
+    ({"dllm_algorithm": "x"}, {}, "diffusion"),
+    ({"pp_size": 2}, {}, "pipeline"),
+    ({"tp_size": 2}, {}, "tensor parallelism"),
+    ({"dp_size": 2}, {}, "data-parallel"),
+    ({"enable_dp_attention": True}, {}, "data-parallel"),
+    ({"ep_size": 2}, {}, "expert"),
+    ({"attn_cp_size": 2}, {}, "context parallelism"),
+    ({"dcp_size": 2}, {}, "decode context"),
+    ({"kv_events_config": "{}"}, {}, "KV cache events"),
+    ({"enable_lora": True}, {}, "LoRA"),
+    ({"kv_cache_dtype": "fp8_e4m3"}, {}, "quantised KV"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "model", "name"), CASES, ids=[c[2] + str(i) for i, c in enumerate(CASES)])
+def test_each_unserved_combination_is_refused_by_name_with_a_way_out(arguments, model, name):
+    refused = refusals_for(served_arguments(**arguments), served_model(**model))
+    assert any(name in r.what for r in refused)
+    assert all(r.way_out for r in refused)
+
+
+def test_every_refusal_has_a_case():
+    seen = {
+        r.what for arguments, model, _ in CASES for r in refusals_for(served_arguments(**arguments), served_model(**model))
+    }
+    assert seen == {r.what for r in REFUSALS}
