@@ -126,5 +126,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{CONFIG_FILE_ENV}: {path} is not valid: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{CONFIG_FILE_ENV}: {path} must hold a table of settings, got {type(values).__name__}")
+        raise ConfigError(
+            f"{CONFIG_FILE_ENV}: {path} must hold a table of settings, got {type(values).__name__}"
+        )
     return values

@@ -45,14 +45,14 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     HostSymbol(HOOK_INTERNAL_STATE, ("self", "recv_req"), "plugin: state in /server_info"),
     HostSymbol(HOOK_ON_IDLE, ("self",), "plugin: waiting compressions and the census run at idle"),
     HostSymbol(
-        HOOK_TOKENIZED, ("self", "obj", "input_text", "input_ids"), "plugin: request options are validated (400)"
+        HOOK_TOKENIZED,
+        ("self", "obj", "input_text", "input_ids"),
+        "plugin: request options are validated (400)",
     ),
     HostSymbol(HOOK_REQUEST_LEVEL, ("self", "key"), "plugin: meta_info['grkv'] is one value per request"),
     HostSymbol(f"{_SRT}.managers.scheduler.Scheduler.is_fully_idle", ("self",), "plugin: census"),
     HostSymbol(f"{_SRT}.mem_cache.registry.register_radix_cache_backend", ("name", "factory"), "plugin"),
-    HostSymbol(
-        f"{_SRT}.layers.attention.attention_registry.register_attention_backend", ("name",), "plugin"
-    ),
+    HostSymbol(f"{_SRT}.layers.attention.attention_registry.register_attention_backend", ("name",), "plugin"),
     HostSymbol(f"{_SRT}.server_args.add_attention_backend_choices", (), "plugin"),
     HostSymbol(f"{_RADIX}.reset", ("self",), "cache.tree: super"),
     HostSymbol(f"{_RADIX}.match_prefix", ("self", "params"), "cache.tree: override"),
@@ -83,15 +83,27 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     HostSymbol(
         f"{_SRT}.mem_cache.radix_cache.RadixKey.match_at", ("self", "other", "offset", "page_size"), "cache"
     ),
-    HostSymbol(f"{_SRT}.mem_cache.radix_cache.RadixKey.child_key_at", ("self", "offset", "page_size"), "cache"),
+    HostSymbol(
+        f"{_SRT}.mem_cache.radix_cache.RadixKey.child_key_at", ("self", "offset", "page_size"), "cache"
+    ),
     HostSymbol(f"{_SRT}.mem_cache.common.evict_from_tree_cache", ("tree_cache", "num_tokens"), "cache"),
     HostSymbol(f"{_SRT}.mem_cache.allocation.alloc_for_extend", ("batch",), "calls maybe_hand_to_session"),
     HostSymbol(
         f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
-        ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens",
-         "extend_prefix_lens", "extend_seq_lens"),
+        (
+            "self",
+            "query",
+            "output",
+            "k_cache",
+            "v_cache",
+            "req_to_token",
+            "req_pool_indices",
+            "seq_lens",
+            "extend_prefix_lens",
+            "extend_seq_lens",
+        ),
         "attention.torch_backend: override",
-    ),  # fmt: skip
+    ),
     HostSymbol(
         f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
         ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens"),
@@ -105,7 +117,9 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     HostSymbol(
         f"{_SRT}.model_executor.forward_context.forward_context", ("ctx", "forward_batch"), "cache.compressor"
     ),
-    HostSymbol(f"{_SRT}.model_executor.forward_context.ForwardContext", ("attn_backend",), "cache.compressor"),
+    HostSymbol(
+        f"{_SRT}.model_executor.forward_context.ForwardContext", ("attn_backend",), "cache.compressor"
+    ),
 )
 
 
@@ -147,6 +161,6 @@ def check_hooks_applied() -> None:
     missing = [path for path in HOOKS if not getattr(pkgutil.resolve_name(path), "__wrapped__", None)]
     if missing:
         raise ContractError(
-            f"SGLang did not apply these hooks of grkv_sglang: {missing}. Look for 'Failed to apply hooks' in the "
-            "log; SGLANG_PLUGINS, if set, must name 'grkv'."
+            f"SGLang did not apply these hooks of grkv_sglang: {missing}. "
+            "Look for 'Failed to apply hooks' in the log; SGLANG_PLUGINS, if set, must name 'grkv'."
         )

@@ -76,7 +76,10 @@ def _validate_options(tokenized: Any, manager: Any, *args: Any, **kwargs: Any) -
     becomes a 400, and replace ``prefix_end`` by the token count it means."""
     if manager.server_args.radix_cache_backend != RADIX_BACKEND:
         return
-    params = getattr(tokenized, "sampling_params", None)
+    params: Any = getattr(tokenized, "sampling_params", None)
+    if (getattr(params, "beam_width", None) or 1) > 1:
+        # Rows of beam members are copied without passing through the radix cache: their gaps are not set.
+        raise ValueError("beam search is not served with --radix-cache-backend grkv; leave beam_width unset")
     custom = getattr(params, "custom_params", None)
     if not isinstance(custom, dict) or OPTIONS_KEY not in custom:
         return

@@ -45,14 +45,20 @@ _NO_GRKV = "serve it without --radix-cache-backend grkv"
 REFUSALS: tuple[Refusal, ...] = (
     # Models
     Refusal(
-        lambda a, m: m.attention_arch.name != "MHA", "attention that is not MHA or GQA (MLA, state space)", _NO_GRKV
+        lambda a, m: m.attention_arch.name != "MHA",
+        "attention that is not MHA or GQA (MLA, state space)",
+        _NO_GRKV,
     ),
     Refusal(
-        lambda a, m: m.is_hybrid_swa or (m.sliding_window_size or -1) > 0, "sliding-window attention", _NO_GRKV
+        lambda a, m: m.is_hybrid_swa or (m.sliding_window_size or -1) > 0,
+        "sliding-window attention",
+        _NO_GRKV,
     ),
     Refusal(lambda a, m: m.is_encoder_decoder, "encoder-decoder models and cross attention", _NO_GRKV),
     Refusal(
-        lambda a, m: m.is_local_attention_model or bool(m.attention_chunk_size), "chunked local attention", _NO_GRKV
+        lambda a, m: m.is_local_attention_model or bool(m.attention_chunk_size),
+        "chunked local attention",
+        _NO_GRKV,
     ),
     Refusal(
         lambda a, m: bool(_text(m, "attn_logit_softcapping")) or bool(_text(m, "attn_logit_cap")),
@@ -65,19 +71,31 @@ REFUSALS: tuple[Refusal, ...] = (
         _NO_GRKV,
     ),
     Refusal(
-        lambda a, m: any("GptOss" in name for name in m.hf_config.architectures), "attention sinks as parameters",
+        lambda a, m: any("GptOss" in name for name in m.hf_config.architectures),
+        "attention sinks as parameters",
         _NO_GRKV,
     ),
     Refusal(lambda a, m: bool(_text(m, "num_kv_shared_layers")), "KV shared across layers", _NO_GRKV),
     Refusal(lambda a, m: m.is_multimodal, "multimodal models", _NO_GRKV),
+    Refusal(
+        lambda a, m: "mrope_section" in (_text(m, "rope_scaling") or _text(m, "rope_parameters") or {}),
+        "multimodal RoPE",
+        _NO_GRKV,
+    ),
     Refusal(lambda a, m: not m.is_generation, "embedding and reward models", _NO_GRKV),
     # Servers
     Refusal(
-        lambda a, m: a.disable_radix_cache, "--disable-radix-cache", "drop one of it and --radix-cache-backend grkv"
+        lambda a, m: a.disable_radix_cache,
+        "--disable-radix-cache",
+        "drop either it or --radix-cache-backend grkv",
     ),
-    Refusal(lambda a, m: bool(a.speculative_algorithm), "speculative decoding", "drop --speculative-algorithm"),
     Refusal(
-        lambda a, m: a.enable_hierarchical_cache, "HiCache (hierarchical cache)", "drop --enable-hierarchical-cache"
+        lambda a, m: bool(a.speculative_algorithm), "speculative decoding", "drop --speculative-algorithm"
+    ),
+    Refusal(
+        lambda a, m: a.enable_hierarchical_cache,
+        "HiCache (hierarchical cache)",
+        "drop --enable-hierarchical-cache",
     ),
     Refusal(lambda a, m: a.enable_lmcache, "LMCache", "drop --enable-lmcache"),
     Refusal(lambda a, m: a.enable_flexkv, "FlexKV", "drop --enable-flexkv"),
@@ -92,8 +110,14 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda a, m: a.enable_session_radix_cache, "session radix cache", "drop --enable-session-radix-cache"
     ),
     Refusal(
-        lambda a, m: a.disaggregation_mode not in (None, "null"), "prefill-decode disaggregation",
+        lambda a, m: a.disaggregation_mode not in (None, "null"),
+        "prefill-decode disaggregation",
         "drop --disaggregation-mode",
+    ),
+    Refusal(
+        lambda a, m: a.enable_mixed_chunk,
+        "mixed chunks (not tested yet)",
+        "drop --enable-mixed-chunk",
     ),
     Refusal(lambda a, m: a.enable_hisparse, "HiSparse", "drop --enable-hisparse"),
     Refusal(lambda a, m: bool(a.dllm_algorithm), "diffusion LLMs", "drop --dllm-algorithm"),
@@ -104,25 +128,29 @@ REFUSALS: tuple[Refusal, ...] = (
         "set --tp-size 1",
     ),
     Refusal(
-        lambda a, m: a.dp_size > 1 or a.enable_dp_attention, "data-parallel attention",
+        lambda a, m: a.dp_size > 1 or a.enable_dp_attention,
+        "data-parallel attention",
         "set --dp-size 1 and run several servers behind a router",
     ),
     Refusal(lambda a, m: a.ep_size > 1, "expert parallelism", "set --ep-size 1"),
     Refusal(lambda a, m: a.attn_cp_size > 1, "context parallelism", "set --attn-cp-size 1"),
     Refusal(lambda a, m: a.dcp_size > 1, "decode context parallelism", "set --dcp-size 1"),
     Refusal(
-        lambda a, m: bool(a.kv_events_config), "KV cache events (a span has no per-block hashes)",
+        lambda a, m: bool(a.kv_events_config),
+        "KV cache events (a span has no per-block hashes)",
         "drop --kv-events-config",
     ),
     Refusal(
-        lambda a, m: bool(a.enable_lora) or bool(a.lora_paths), "LoRA adapters (the probe does not prepare them)",
+        lambda a, m: bool(a.enable_lora) or bool(a.lora_paths),
+        "LoRA adapters (the probe does not prepare them)",
         "drop --enable-lora and --lora-paths",
     ),
     Refusal(
-        lambda a, m: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16"), "a quantised KV cache",
+        lambda a, m: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),
+        "a quantised KV cache",
         "set --kv-cache-dtype auto",
     ),
-)  # fmt: skip
+)
 
 
 def refusals_for(arguments: Any, model_config: Any) -> list[Refusal]:

@@ -38,29 +38,53 @@ def test_another_version_is_refused_with_the_way_out(monkeypatch):
 
 def test_hooks_that_were_not_applied_are_seen(monkeypatch):
     monkeypatch.setattr(contract, "HOOKS", ("sglang.srt.mem_cache.radix_cache.RadixCache.evict",))
-    with pytest.raises(ContractError, match="did not apply these hooks.*RadixCache.evict"):
+    with pytest.raises(ContractError, match=r"did not apply these hooks.*RadixCache\.evict"):
         contract.check_hooks_applied()
 
 
 def served_arguments(**changes):
-    plain = dict(
-        disable_radix_cache=False, speculative_algorithm=None, enable_hierarchical_cache=False, enable_lmcache=False,
-        enable_flexkv=False, enable_unified_cache_external_linker=False, enable_unified_memory=False,
-        enable_streaming_session=False, enable_session_radix_cache=False, disaggregation_mode="null",
-        enable_hisparse=False, dllm_algorithm=None, pp_size=1, tp_size=1, dp_size=1, enable_dp_attention=False,
-        ep_size=1, attn_cp_size=1, dcp_size=1, kv_events_config=None, enable_lora=None, lora_paths=None,
+    plain = dict(  # noqa: C408
+        disable_radix_cache=False,
+        speculative_algorithm=None,
+        enable_hierarchical_cache=False,
+        enable_lmcache=False,
+        enable_flexkv=False,
+        enable_unified_cache_external_linker=False,
+        enable_unified_memory=False,
+        enable_streaming_session=False,
+        enable_session_radix_cache=False,
+        disaggregation_mode="null",
+        enable_hisparse=False,
+        enable_mixed_chunk=False,
+        dllm_algorithm=None,
+        pp_size=1,
+        tp_size=1,
+        dp_size=1,
+        enable_dp_attention=False,
+        ep_size=1,
+        attn_cp_size=1,
+        dcp_size=1,
+        kv_events_config=None,
+        enable_lora=None,
+        lora_paths=None,
         kv_cache_dtype="auto",
-    )  # fmt: skip
+    )
     return SimpleNamespace(**{**plain, **changes})
 
 
 def served_model(text=None, architectures=("LlamaForCausalLM",), **changes):
-    plain = dict(
-        attention_arch=SimpleNamespace(name="MHA"), is_hybrid_swa=False, sliding_window_size=None,
-        is_encoder_decoder=False, is_local_attention_model=False, attention_chunk_size=None, is_multimodal=False,
-        is_generation=True, hf_text_config=SimpleNamespace(**(text or {})),
+    plain = dict(  # noqa: C408
+        attention_arch=SimpleNamespace(name="MHA"),
+        is_hybrid_swa=False,
+        sliding_window_size=None,
+        is_encoder_decoder=False,
+        is_local_attention_model=False,
+        attention_chunk_size=None,
+        is_multimodal=False,
+        is_generation=True,
+        hf_text_config=SimpleNamespace(**(text or {})),
         hf_config=SimpleNamespace(architectures=list(architectures)),
-    )  # fmt: skip
+    )
     return SimpleNamespace(**{**plain, **changes})
 
 
@@ -79,7 +103,9 @@ CASES = [
     ({}, {"text": {"no_rope_layers": [1, 0]}}, "without RoPE"),
     ({}, {"architectures": ["GptOssForCausalLM"]}, "sinks as parameters"),
     ({}, {"text": {"num_kv_shared_layers": 4}}, "shared across layers"),
-    ({}, {"is_multimodal": True}, "multimodal"),
+    ({}, {"is_multimodal": True}, "multimodal models"),
+    ({}, {"text": {"rope_scaling": {"mrope_section": [16, 24, 24]}}}, "multimodal RoPE"),
+    ({"enable_mixed_chunk": True}, {}, "mixed chunks"),
     ({}, {"is_generation": False}, "embedding"),
     ({"disable_radix_cache": True}, {}, "--disable-radix-cache"),
     ({"speculative_algorithm": "EAGLE"}, {}, "speculative"),
@@ -106,7 +132,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "model", "name"), CASES, ids=[c[2] + str(i) for i, c in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("arguments", "model", "name"), CASES, ids=[c[2] + str(i) for i, c in enumerate(CASES)]
+)
 def test_each_unserved_combination_is_refused_by_name_with_a_way_out(arguments, model, name):
     refused = refusals_for(served_arguments(**arguments), served_model(**model))
     assert any(name in r.what for r in refused)
@@ -115,6 +143,8 @@ def test_each_unserved_combination_is_refused_by_name_with_a_way_out(arguments, 
 
 def test_every_refusal_has_a_case():
     seen = {
-        r.what for arguments, model, _ in CASES for r in refusals_for(served_arguments(**arguments), served_model(**model))
+        r.what
+        for arguments, model, _ in CASES
+        for r in refusals_for(served_arguments(**arguments), served_model(**model))
     }
     assert seen == {r.what for r in REFUSALS}

@@ -64,13 +64,20 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         is_cross_attn: bool = False,
         sliding_window_size: int | None = None,
     ) -> Tensor:
-        """Attention of the new tokens: query and output [tokens, heads, dim], caches [slots, kv_heads, dim]."""
+        """Attention of the new tokens.
+
+        query and output [tokens, heads, dim], caches [slots, kv_heads, dim].
+        """
         self._refuse(encoder_lens, is_cross_attn, sliding_window_size)
         if not causal:
             raise ValueError("grkv_torch serves causal attention only; use --attention-backend torch_native")
         start = 0
         batch = zip(
-            req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), self._batch_gaps, strict=True
+            req_pool_indices.tolist(),
+            seq_lens.tolist(),
+            extend_seq_lens.tolist(),
+            self._batch_gaps,
+            strict=True,
         )
         for row, seq_len, num_new, gap in batch:
             slots = req_to_token[row, gap:seq_len]
@@ -139,7 +146,9 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float
         visible = before + last
         mask = None
         if last - first > 1:  # a single row sees every key
-            mask = torch.ones(last - first, visible, dtype=torch.bool, device=query.device).tril_(before + first)
+            mask = torch.ones(last - first, visible, dtype=torch.bool, device=query.device).tril_(
+                before + first
+            )
         blocks.append(
             scaled_dot_product_attention(
                 q[:, :, first:last], k[:, :, :visible], v[:, :, :visible],

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from grkv_kernels import copy_slots, write_slots
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
@@ -75,12 +76,13 @@ class Compressor:
         profile = get_profile(name)
         if profile.rerotate and self._rotary is None:
             raise ValueError(
-                f"profile {name!r} re-rotates queries, but the model has no single RoPE table; use profile 'paper'"
+                f"profile {name!r} re-rotates queries, but the model has no single RoPE table; "
+                "use profile 'paper'"
             )
         if profile.scorer == "criticalkv" and not self._output_projections:
             raise ValueError(
-                f"profile {name!r} scores by the output projection, but the model's o_proj weights are not plain "
-                "matrices; use profile 'default' or 'paper'"
+                f"profile {name!r} scores by the output projection, but the model's o_proj weights are not "
+                "plain matrices; use profile 'default' or 'paper'"
             )
         return profile
 
@@ -95,13 +97,17 @@ class Compressor:
             plan = plan_queries(len(source.token_ids), profile)
         except ValueError as error:
             raise CompressionError("too_short", str(error)) from error
-        backend = _ProbeBackend(self._pool, source, plan, profile, new_slots, self._rotary, self._output_projections)
+        backend = _ProbeBackend(
+            self._pool, source, plan, profile, new_slots, self._rotary, self._output_projections
+        )
         with self._on_forward_stream():
             self._forward(source, plan, backend)
         total_s = time.perf_counter() - started
         expected = self._runner.model_config.num_hidden_layers
         if backend.layers_done != expected:
-            raise CompressionError("incomplete", f"{backend.layers_done} of {expected} layers were compressed")
+            raise CompressionError(
+                "incomplete", f"{backend.layers_done} of {expected} layers were compressed"
+            )
         quality = backend.quality
         return SpanOrigin(
             profile=profile.name,
@@ -122,8 +128,7 @@ class Compressor:
         with self._on_forward_stream():
             for buffers in (self._pool.get_key_buffer, self._pool.get_value_buffer):
                 for layer_id in range(self._runner.model_config.num_hidden_layers):
-                    buffer = buffers(layer_id)
-                    buffer[new_slots] = buffer[source.slots]
+                    copy_slots(buffers(layer_id), source.slots, new_slots)
         elapsed = time.perf_counter() - started
         return SpanOrigin("copy", 1.0, 0.0, 0.0, forced=True, copy_s=elapsed, compress_s=elapsed)
 
@@ -185,8 +190,12 @@ class _ProbeBackend:
         self._rotary = rotary if profile.rerotate else None
         self._output_projections = output_projections
         device = source.slots.device
-        span_visible = torch.arange(source.slots.numel(), device=device)[None, :] <= plan.positions.to(device)[:, None]
-        ancestors = torch.ones(plan.positions.numel(), source.ancestor_slots.numel(), dtype=torch.bool, device=device)
+        span_visible = (
+            torch.arange(source.slots.numel(), device=device)[None, :] <= plan.positions.to(device)[:, None]
+        )
+        ancestors = torch.ones(
+            plan.positions.numel(), source.ancestor_slots.numel(), dtype=torch.bool, device=device
+        )
         self._mask = torch.cat([ancestors, span_visible], dim=1)
         self._slots = torch.cat([source.ancestor_slots, source.slots])
         self.quality = SpanQuality()
@@ -194,11 +203,19 @@ class _ProbeBackend:
         self.select_s = self.regress_s = self.copy_s = 0.0
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: Any, save_kv_cache: bool = True,
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
         **unexpected: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if unexpected:
-            raise CompressionError("unsupported_model", f"attention arguments {sorted(unexpected)} are not served")
+            raise CompressionError(
+                "unsupported_model", f"attention arguments {sorted(unexpected)} are not served"
+            )
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -228,8 +245,8 @@ class _ProbeBackend:
         if not (torch.isfinite(result.keys).all() and torch.isfinite(result.values).all()):
             raise CompressionError("non_finite", f"layer {layer.layer_id} gave a non-finite key or value")
         started = time.perf_counter()
-        keys[self._new_slots] = result.keys
-        values[self._new_slots] = result.values
+        write_slots(keys, self._new_slots, result.keys)
+        write_slots(values, self._new_slots, result.values)
         self.copy_s += time.perf_counter() - started
         self.select_s += result.select_s
         self.regress_s += result.regress_s
@@ -239,8 +256,8 @@ class _ProbeBackend:
 
 
 def _find_rotary(model: torch.nn.Module) -> RotaryTable | None:
-    """The model's RoPE table, or None if it has none or several (SGLang: ``RotaryEmbedding.cos_sin_cache``)."""
-    found: dict[int, torch.nn.Module] = {}
+    """The model's RoPE table (SGLang: ``RotaryEmbedding.cos_sin_cache``); None if it has none or several."""
+    found: dict[int, Any] = {}
     for module in model.modules():
         rotary = getattr(module, "rotary_emb", None)
         if rotary is not None and hasattr(rotary, "cos_sin_cache"):

@@ -197,7 +197,8 @@ class GrkvRadixCache(SpanTree):
             return
         self.counters.compressions_done += 1
         logger.info(
-            "grkv: compressed tokens [%d, %d) into %d slots in %.3f s (%s, profile %s, quality %.4f, error %.4f -> %.4f)",
+            "grkv: compressed tokens [%d, %d) into %d slots in %.3f s "
+            "(%s, profile %s, quality %.4f, error %.4f -> %.4f)",
             span.start_tokens, span.end_tokens, span.num_slots, span.origin.compress_s, job.reason,
             span.origin.profile, span.origin.quality, span.origin.error_before, span.origin.error_after,
         )  # fmt: skip

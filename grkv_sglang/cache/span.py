@@ -48,7 +48,13 @@ class SpanNode(TreeNode):  # type: ignore[misc]
     """
 
     def __init__(
-        self, parent: TreeNode, key: RadixKey, slots: Tensor, start_tokens: int, origin: SpanOrigin, priority: int
+        self,
+        parent: TreeNode,
+        key: RadixKey,
+        slots: Tensor,
+        start_tokens: int,
+        origin: SpanOrigin,
+        priority: int,
     ) -> None:
         super().__init__(priority=priority)
         self.parent = parent

@@ -153,7 +153,9 @@ class SpanTree(RadixCache):  # type: ignore[misc]
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         """Stock: the upper part becomes a new node, `child` keeps the lower end. A twin stays a twin."""
         if isinstance(child, SpanNode):
-            raise RuntimeError(f"a span is matched whole or not at all; split of span {child.id} at {split_len}")
+            raise RuntimeError(
+                f"a span is matched whole or not at all; split of span {child.id} at {split_len}"
+            )
         upper = super()._split_node(key, child, split_len)
         if child in self._twins:
             self._twins.add(upper)
@@ -171,7 +173,9 @@ class SpanTree(RadixCache):  # type: ignore[misc]
         """Stock slices the path to ``req.prefix_len``; a row with sentinels must not be sliced."""
         row = self.path_device_indices(req.last_node)
         if row.numel() != req.prefix_len:
-            raise RuntimeError(f"request {req.rid}: path of {row.numel()} tokens for a prefix of {req.prefix_len}")
+            raise RuntimeError(
+                f"request {req.rid}: path of {row.numel()} tokens for a prefix of {req.prefix_len}"
+            )
         return row
 
     def maybe_hand_to_session(self, req: Req) -> None:
@@ -233,7 +237,9 @@ class SpanTree(RadixCache):  # type: ignore[misc]
 
     # -- spans -------------------------------------------------------------------------------------
 
-    def add_span(self, parent: TreeNode, key: RadixKey, slots: Tensor, start_tokens: int, origin: SpanOrigin) -> SpanNode:
+    def add_span(
+        self, parent: TreeNode, key: RadixKey, slots: Tensor, start_tokens: int, origin: SpanOrigin
+    ) -> SpanNode:
         """Hang a finished span under `parent`; the tree takes over `slots` ([c] int64)."""
         span = SpanNode(parent, key, slots, start_tokens, origin, parent.priority if parent.parent else 0)
         parent.children[span.child_key] = span

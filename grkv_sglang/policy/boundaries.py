@@ -60,11 +60,16 @@ def learn_markers(tokenizer: Any) -> MessageMarkers:
     header = [i for i, token in enumerate(seam) if i >= len(end) and token in special]
     if not header:
         raise BoundaryError(
-            "the chat template does not open a user message with a special token; give prefix_end_tokens instead"
+            "the chat template does not open a user message with a special token; "
+            "give prefix_end_tokens instead"
         )
     # The last token of the header is white space that may merge with the message: leave it out.
     last = len(seam)
-    while last > header[0] + 1 and seam[last - 1] not in special and not tokenizer.decode([seam[last - 1]]).strip():
+    while (
+        last > header[0] + 1
+        and seam[last - 1] not in special
+        and not tokenizer.decode([seam[last - 1]]).strip()
+    ):
         last -= 1
     return MessageMarkers(end_of_message=end, user_header=tuple(seam[header[0] : last]))
 
@@ -79,7 +84,9 @@ def find_prefix_end(
     ids = list(token_ids)
     user_at = _find(ids, markers.user_header, 0)
     if user_at < 0:
-        raise BoundaryError("the prompt has no user message of the chat template; give prefix_end_tokens instead")
+        raise BoundaryError(
+            "the prompt has no user message of the chat template; give prefix_end_tokens instead"
+        )
     if which == "system":
         # The marker that closes the message before the first user message.
         end_at = _rfind(ids, markers.end_of_message, user_at)
@@ -88,7 +95,9 @@ def find_prefix_end(
         return end_at + len(markers.end_of_message)
     end_at = _find(ids, markers.end_of_message, user_at + len(markers.user_header))
     if end_at < 0:
-        raise BoundaryError("the first user message does not end in the prompt; give prefix_end_tokens instead")
+        raise BoundaryError(
+            "the first user message does not end in the prompt; give prefix_end_tokens instead"
+        )
     return end_at + len(markers.end_of_message)
 
 

@@ -80,7 +80,9 @@ def check_options(options: RequestOptions, config: GrkvConfig, *, prompt_tokens:
     from grkv_sglang.core import get_profile
 
     if options.forced is not None and not config.allow_forced:
-        raise OptionsError("custom_params.grkv: forced is a test option; start the server with GRKV_ALLOW_FORCED=true")
+        raise OptionsError(
+            "custom_params.grkv: forced is a test option; start the server with GRKV_ALLOW_FORCED=true"
+        )
     end = options.prefix_end_tokens
     if end is not None and end >= prompt_tokens:
         raise OptionsError(

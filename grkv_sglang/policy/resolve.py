@@ -35,5 +35,7 @@ def _config() -> GrkvConfig:
 @lru_cache(maxsize=4)
 def _markers(tokenizer: Any) -> MessageMarkers:
     if tokenizer is None:
-        raise BoundaryError("the server has no tokenizer (--skip-tokenizer-init); give prefix_end_tokens instead")
+        raise BoundaryError(
+            "the server has no tokenizer (--skip-tokenizer-init); give prefix_end_tokens instead"
+        )
     return learn_markers(tokenizer)

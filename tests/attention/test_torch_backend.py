@@ -35,7 +35,10 @@ def reference(query, keys, values, scale):
 def test_causal_attention(dtype, heads, kv_heads, dim, num_new, num_keys):
     torch.manual_seed(num_keys)
     query = torch.randn(num_new, heads, dim).to(dtype)
-    keys, values = torch.randn(num_keys, kv_heads, dim).to(dtype), torch.randn(num_keys, kv_heads, dim).to(dtype)
+    keys, values = (
+        torch.randn(num_keys, kv_heads, dim).to(dtype),
+        torch.randn(num_keys, kv_heads, dim).to(dtype),
+    )
     got = causal_attention(query, keys, values, dim**-0.5)
     torch.testing.assert_close(
         got.double(), reference(query, keys, values, dim**-0.5), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
@@ -124,11 +127,15 @@ def test_without_gaps_it_is_the_stock_backend():
     query = torch.randn(15 + 9, 4, 16)
     indices = torch.tensor([1, 2])
     ours.init_forward_metadata(SimpleNamespace(req_pool_indices=indices, out_cache_loc=None))
-    arguments = dict(
-        k_cache=caches[0], v_cache=caches[1], req_to_token=pool.req_to_token, req_pool_indices=indices,
-        seq_lens=torch.tensor([20, 9]), scaling=0.25, enable_gqa=True,
-    )  # fmt: skip
-    lens = dict(extend_prefix_lens=torch.tensor([5, 0]), extend_seq_lens=torch.tensor([15, 9]), causal=True)
+    arguments = {
+        "k_cache": caches[0], "v_cache": caches[1], "req_to_token": pool.req_to_token,
+        "req_pool_indices": indices, "seq_lens": torch.tensor([20, 9]), "scaling": 0.25, "enable_gqa": True,
+    }  # fmt: skip
+    lens = {
+        "extend_prefix_lens": torch.tensor([5, 0]),
+        "extend_seq_lens": torch.tensor([15, 9]),
+        "causal": True,
+    }
     results = [
         b._run_sdpa_forward_extend(query=query, output=torch.empty_like(query), **arguments, **lens)
         for b in (ours, stock)
@@ -138,7 +145,8 @@ def test_without_gaps_it_is_the_stock_backend():
     assert torch.equal(results[0][15:], results[1][15:])
     one = query[:2]
     results = [
-        b._run_sdpa_forward_decode(query=one, output=torch.empty_like(one), **arguments) for b in (ours, stock)
+        b._run_sdpa_forward_decode(query=one, output=torch.empty_like(one), **arguments)
+        for b in (ours, stock)
     ]
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
 

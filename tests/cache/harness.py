@@ -94,7 +94,7 @@ class TableCompressor:
     def _check(self, source: SpanSource) -> None:
         assert len(source.token_ids) == source.slots.numel()
         for i, slot in enumerate(source.slots.tolist()):
-            kind, lineage, tokens = self.allocator.content[slot]
+            kind, _, tokens = self.allocator.content[slot]
             assert kind == "computed"
             assert len(tokens) == source.start_tokens + i + 1
             assert tokens[source.start_tokens :] == tuple(source.token_ids[: i + 1])
@@ -105,7 +105,9 @@ class TableCompressor:
 class Harness:
     """Drives the cache as SGLang's scheduler does."""
 
-    def __init__(self, num_slots: int = 120, num_rows: int = 8, row_tokens: int = 64, **settings: Any) -> None:
+    def __init__(
+        self, num_slots: int = 120, num_rows: int = 8, row_tokens: int = 64, **settings: Any
+    ) -> None:
         self.pool = ReqToTokenPool(num_rows, row_tokens, "cpu", False)
         self.allocator = RecordingAllocator(num_slots)
         self.compressor = TableCompressor(self.allocator)
@@ -146,7 +148,9 @@ class Harness:
             self.cache.unlock(lock)
             return False
         req.lock = lock
-        prefix = self.cache.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
+        prefix = (
+            self.cache.prefix_device_indices(req) if req.prefix_len else torch.empty(0, dtype=torch.int64)
+        )
         self.pool.alloc([req])
         self.pool.write((req.kv.req_pool_idx, slice(0, req.prefix_len)), prefix)
         self._extend(req)
@@ -341,7 +345,9 @@ class Harness:
             assert content == [("computed", lineage, tokens + own[: i + 1]) for i in range(len(own))]
 
 
-def longest_match(harness: Harness, key: Sequence[int], acceptance: Any, cache_salt: str | None = None) -> set[int]:
+def longest_match(
+    harness: Harness, key: Sequence[int], acceptance: Any, cache_salt: str | None = None
+) -> set[int]:
     """Lengths a legal match of `key` may have, by brute force over all paths of the tree."""
     best = [0]
 

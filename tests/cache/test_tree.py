@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from tests.cache.harness import Harness
 
 from grkv_sglang.cache.census import CensusError, take_census
 from grkv_sglang.cache.span import path_facts
+from tests.cache.harness import Harness
 
 DOC = [1, 2, 3, 1, 1, 2, 2, 3, 3, 1, 2, 1]
 END = len(DOC)
@@ -53,7 +53,8 @@ def test_later_request_is_served_from_the_span_and_compresses_nothing():
     assert h.cache.counters.span_tokens_served == 12
     # What was computed on the span hangs under it.
     (span,) = spans(h)
-    assert len(span.children) == 1 and len(h.cache.root_node.children) == 1
+    assert len(span.children) == 1
+    assert len(h.cache.root_node.children) == 1
 
 
 def test_second_question_reuses_what_the_first_left_under_the_span():
@@ -117,7 +118,9 @@ def test_a_tiny_budget_of_one_request_does_not_degrade_the_others():
     assert h.submit([*DOC, 9], {"budget": 0.1}).prefix_len == END
 
 
-@pytest.mark.parametrize(("mode", "span_tokens"), [("exact", 0), ("prefer_exact", 0), ("prefer_compressed", 12)])
+@pytest.mark.parametrize(
+    ("mode", "span_tokens"), [("exact", 0), ("prefer_exact", 0), ("prefer_compressed", 12)]
+)
 def test_modes_at_equal_length(mode, span_tokens):
     h = Harness(free_exact_twin="under_pressure")
     h.run([*DOC, 7, 8], {"prefix_end_tokens": END})
@@ -153,7 +156,8 @@ def test_no_reuse_when_switched_off_or_too_short():
         h = Harness(**settings)
         h.run([*doc, 7, 7])
         h.run([*doc, 8, 8])
-        assert spans(h) == [] and h.compressor.calls == 0
+        assert spans(h) == []
+        assert h.compressor.calls == 0
 
 
 def test_identical_prompt_twice():
@@ -328,7 +332,8 @@ def test_flush_forgets_everything():
     h.cache.reset()
     h.pool.clear()
     h.allocator.clear()
-    assert spans(h) == [] and h.cache.total_size() == 0
+    assert spans(h) == []
+    assert h.cache.total_size() == 0
     assert int(h.gaps.tensor.abs().sum()) == 0
     assert h.submit([*DOC, 9, 9]).prefix_len == 0
     h.check()

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from tests.cache.harness import Harness, longest_match
 
 from grkv_sglang.cache.census import take_census
 from grkv_sglang.policy.acceptance import acceptance_of
 from grkv_sglang.policy.options import RequestOptions
+from tests.cache.harness import Harness, longest_match
 
 # Few documents that share beginnings, so that requests meet in every way a tree allows.
 DOCUMENTS = [
@@ -44,10 +44,16 @@ class CacheLife(RuleBasedStateMachine):
         self.chunked: set[str] = set()
 
     @rule(
-        tokens=prompts, mode=modes, budget=budgets, explicit=st.booleans(), end=st.integers(1, 30),
-        chunk=st.sampled_from([None, None, 3, 7]), quality=st.sampled_from([None, None, 0.8, 0.95]), salt=salts,
+        tokens=prompts,
+        mode=modes,
+        budget=budgets,
+        explicit=st.booleans(),
+        end=st.integers(1, 30),
+        chunk=st.sampled_from([None, None, 3, 7]),
+        quality=st.sampled_from([None, None, 0.8, 0.95]),
+        salt=salts,
         forced=st.sampled_from([None, None, None, "all", "none"]),
-    )  # fmt: skip
+    )
     def submit(self, tokens, mode, budget, explicit, end, chunk, quality, salt, forced):
         options = {"mode": mode, "budget": budget, "min_quality": quality}
         if explicit:

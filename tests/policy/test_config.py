@@ -15,9 +15,12 @@ def test_defaults_need_no_source():
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("c.toml", 'budget = 0.3\nmode = "exact"'), ("c.yaml", "budget: 0.3\nmode: exact"),
-     ("c.json", '{"budget": 0.3, "mode": "exact"}')],
-)  # fmt: skip
+    [
+        ("c.toml", 'budget = 0.3\nmode = "exact"'),
+        ("c.yaml", "budget: 0.3\nmode: exact"),
+        ("c.json", '{"budget": 0.3, "mode": "exact"}'),
+    ],
+)
 def test_file_then_environment(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
@@ -46,8 +49,10 @@ def test_wrong_settings_are_refused(env, message):
 
 def test_unreadable_files(tmp_path):
     for name, text, message in [
-        ("c.toml", "budget = ", "is not valid"), ("c.ini", "x", "must end in .toml"), ("c.json", "[1]", "a table")
-    ]:  # fmt: skip
+        ("c.toml", "budget = ", "is not valid"),
+        ("c.ini", "x", "must end in .toml"),
+        ("c.json", "[1]", "a table"),
+    ]:
         path = tmp_path / name
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
@@ -57,6 +62,11 @@ def test_unreadable_files(tmp_path):
 def test_environment_round_trip():
     values = {"budget": 0.25, "auto_reuse": False, "mode": "exact", "budget_tokens": None}
     config = load_config(to_environment(values))
-    assert (config.budget, config.auto_reuse, config.mode, config.budget_tokens) == (0.25, False, "exact", None)
+    assert (config.budget, config.auto_reuse, config.mode, config.budget_tokens) == (
+        0.25,
+        False,
+        "exact",
+        None,
+    )
     with pytest.raises(ConfigError, match="unknown"):
         to_environment({"budgets": 1})

@@ -73,4 +73,7 @@ def test_reuse_end(matched, span_end, settings, mode, expected):
 
 def test_reuse_end_is_page_aligned():
     config = GrkvConfig(min_span_tokens=100)
-    assert reuse_end(matched_tokens=405, last_span_end=0, config=config, page_size=64, mode="prefer_exact") == 384
+    assert (
+        reuse_end(matched_tokens=405, last_span_end=0, config=config, page_size=64, mode="prefer_exact")
+        == 384
+    )

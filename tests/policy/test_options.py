@@ -16,14 +16,23 @@ def test_no_options(params):
 
 
 def test_all_fields():
-    raw = {"mode": "prefer_exact", "prefix_end_tokens": 9, "budget": 0.2, "min_quality": 0.5, "profile": "paper"}
+    raw = {
+        "mode": "prefer_exact",
+        "prefix_end_tokens": 9,
+        "budget": 0.2,
+        "min_quality": 0.5,
+        "profile": "paper",
+    }
     assert parse_options({"grkv": raw}).model_dump(exclude_none=True) == raw
 
 
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"modes": "exact"}, "unknown field 'modes'; valid fields are mode, prefix_end_tokens, prefix_end, budget"),
+        (
+            {"modes": "exact"},
+            "unknown field 'modes'; valid fields are mode, prefix_end_tokens, prefix_end, budget",
+        ),
         ({"mode": "fast"}, "mode: Input should be 'exact', 'prefer_exact' or 'prefer_compressed'"),
         ({"budget": "0.1"}, "budget: Input should be a valid number"),
         ({"budget": 0.0}, "budget: Input should be greater than 0"),
@@ -46,7 +55,10 @@ def test_bad_options(raw, message):
     ("options", "message"),
     [
         ({"prefix_end_tokens": 10}, "at least one token of the prompt behind it, got 10 of 10"),
-        ({"prefix_end_tokens": 3, "forced": "all"}, "test option; start the server with GRKV_ALLOW_FORCED=true"),
+        (
+            {"prefix_end_tokens": 3, "forced": "all"},
+            "test option; start the server with GRKV_ALLOW_FORCED=true",
+        ),
         ({"profile": "best-ever"}, "profile: .*paper"),
     ],
 )
@@ -85,4 +97,7 @@ def test_acceptance_combines_request_and_server():
 )
 def test_accepts(mode, slots, quality, forced, accepted):
     acceptance = acceptance_of(RequestOptions(mode=mode), GrkvConfig(budget=0.2, min_quality=0.4))
-    assert acceptance.accepts(n_tokens=100, n_slots=slots, quality=quality, forced=forced, page_size=1) is accepted
+    assert (
+        acceptance.accepts(n_tokens=100, n_slots=slots, quality=quality, forced=forced, page_size=1)
+        is accepted
+    )
