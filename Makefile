@@ -1,0 +1,31 @@
+# `make demo` is the whole way from a clean checkout to the demo's figures.
+# Another interpreter: make setup PYTHON=python3.12. Another environment: make test VENV=~/envs/grkv.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.grkv-setup
+
+.PHONY: setup model demo test lint
+
+setup: $(STAMP)
+
+# About 11 GB with SGLang's CUDA libraries; only repeated when the declared or pinned dependencies change.
+$(STAMP): pyproject.toml requirements.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint requirements.lock --editable '.[test,dev]'
+	touch $@
+
+model: setup
+	$(BIN)/grkv model
+
+demo: model
+	$(BIN)/grkv demo
+
+test: model
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

@@ -1,0 +1,49 @@
+"""GRKV on plain tensors: selection, regression, guard. Nothing in here knows about an engine."""
+
+from grkv_sglang.core.attention import Attention, Partial, attend, group_rows, join
+from grkv_sglang.core.budget import slots_for_budget
+from grkv_sglang.core.compress import (
+    LayerInputs,
+    LayerResult,
+    SpanQuality,
+    compress_layer,
+    quality,
+    relative_error,
+)
+from grkv_sglang.core.profiles import Profile, get_profile, profile_names
+from grkv_sglang.core.queries import QueryPlan, plan_queries, queries_needed
+from grkv_sglang.core.regression import KEY_AND_VALUE, UNCHANGED, VALUE_ONLY, Problem, regress
+from grkv_sglang.core.rope import RotaryTable, rotate_forward
+from grkv_sglang.core.selection import Scorer, ScoringContext, get_scorer, scorer_names
+
+__all__ = [
+    "KEY_AND_VALUE",
+    "UNCHANGED",
+    "VALUE_ONLY",
+    "Attention",
+    "LayerInputs",
+    "LayerResult",
+    "Partial",
+    "Problem",
+    "Profile",
+    "QueryPlan",
+    "RotaryTable",
+    "Scorer",
+    "ScoringContext",
+    "SpanQuality",
+    "attend",
+    "compress_layer",
+    "get_profile",
+    "get_scorer",
+    "group_rows",
+    "join",
+    "plan_queries",
+    "profile_names",
+    "quality",
+    "queries_needed",
+    "regress",
+    "relative_error",
+    "rotate_forward",
+    "scorer_names",
+    "slots_for_budget",
+]

@@ -1,0 +1,1 @@
+"""`grkv demo`: the plugin's main job on a real server, measured beside SGLang without it."""
