@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_a_plain_model_and_server_are_served():
     assert refusals_for(served_arguments(), served_model()) == []
 
 
-CASES = [
+CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attention_arch": SimpleNamespace(name="MLA")}, "MLA"),
     ({}, {"is_hybrid_swa": True}, "sliding-window"),
     ({}, {"sliding_window_size": 4096}, "sliding-window"),

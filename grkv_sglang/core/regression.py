@@ -135,10 +135,8 @@ def regress(
         )
 
     def loss(state: _State) -> Tensor:
-        return (
-            profile.query_weight * _square(state.output - problem.target)
-            + profile.lambda_k * _square(state.keys - keys_0)
-            + profile.lambda_v * _square(state.values - values_0)
+        return penalised_loss(
+            state.output - problem.target, state.keys - keys_0, state.values - values_0, profile
         )
 
     attention = problem.attend(keys, values)
@@ -161,6 +159,22 @@ def regress(
     states.masked_fill_(_differ(new_values, values), VALUE_ONLY)
     states.masked_fill_(_differ(new_keys, keys), KEY_AND_VALUE)
     return Regressed(keys=new_keys, values=new_values, states=states)
+
+
+def penalised_loss(error: Tensor, moved_keys: Tensor, moved_values: Tensor, profile: Profile) -> Tensor:
+    """[H]: `w ||O - Y||^2 + lambda_k ||dK||^2 + lambda_v ||dV||^2`.
+
+    Args:
+        error: O - Y, [H, N, dv].
+        moved_keys: dK, [H, f, d].
+        moved_values: dV, [H, f, dv].
+        profile: the weight w of a query and the two lambdas.
+    """
+    return (
+        profile.query_weight * _square(error)
+        + profile.lambda_k * _square(moved_keys)
+        + profile.lambda_v * _square(moved_values)
+    )
 
 
 def _after_value_step(

@@ -53,7 +53,7 @@ class RequestOptions(BaseModel):
         return self
 
 
-NO_OPTIONS = RequestOptions()  # type: ignore[call-arg]
+NO_OPTIONS = RequestOptions()
 
 
 def parse_options(custom_params: Any) -> RequestOptions:

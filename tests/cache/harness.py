@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
@@ -30,7 +30,7 @@ Lineage = tuple[int, ...]
 """Ids of the spans that a token was computed on top of."""
 
 
-class RecordingAllocator(TokenToKVPoolAllocator):
+class RecordingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
     """SGLang's allocator, with a table of what its slots hold."""
 
     def __init__(self, num_slots: int) -> None:
@@ -117,13 +117,13 @@ class Harness:
         params = CacheInitParams(
             disable=False, req_to_token_pool=self.pool, token_to_kv_pool_allocator=self.allocator, page_size=1
         )
-        self.cache = GrkvRadixCache(params, self.config, self.gaps, self.compressor)
+        self.cache = GrkvRadixCache(params, self.config, self.gaps, cast(Any, self.compressor))
         self.running: list[Req] = []
         self._ids = 0
 
     # -- what the scheduler does -------------------------------------------------------------------
 
-    def submit(
+    def try_submit(
         self,
         tokens: Sequence[int],
         options: dict[str, Any] | None = None,
@@ -136,6 +136,12 @@ class Harness:
         params = SamplingParams(max_new_tokens=16, custom_params=custom)
         req = Req(f"r{self._ids}", "", array("q", tokens), params, cache_salt=cache_salt)
         return req if self.resume(req, chunk) else None
+
+    def submit(self, tokens: Sequence[int], options: dict[str, Any] | None = None, **kwargs: Any) -> Req:
+        """As `try_submit`, where there is room."""
+        req = self.try_submit(tokens, options, **kwargs)
+        assert req is not None
+        return req
 
     def resume(self, req: Req, chunk: int | None = None) -> bool:
         req.init_next_round_input(self.cache)
@@ -199,7 +205,6 @@ class Harness:
     def run(self, tokens: Sequence[int], options: dict[str, Any] | None = None, **kwargs: Any) -> Req:
         """A whole request, alone."""
         req = self.submit(tokens, options, **kwargs)
-        assert req is not None
         self.finish_prefill(req)
         self.finish(req)
         return req
@@ -347,8 +352,8 @@ class Harness:
 
 def longest_match(
     harness: Harness, key: Sequence[int], acceptance: Any, cache_salt: str | None = None
-) -> set[int]:
-    """Lengths a legal match of `key` may have, by brute force over all paths of the tree."""
+) -> int:
+    """The longest legal match of `key`, by brute force over all paths of the tree."""
     best = [0]
 
     def walk(node: Any, depth: int) -> None:

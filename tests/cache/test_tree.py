@@ -350,6 +350,7 @@ def test_census_sees_a_leak_a_double_owner_and_a_wrong_book():
     h = compressed()
     take_census(h.cache)
     lost = h.allocator.alloc(1)
+    assert lost is not None
     with pytest.raises(CensusError, match="without an owner"):
         take_census(h.cache)
     h.allocator.free(lost)

@@ -62,7 +62,7 @@ class CacheLife(RuleBasedStateMachine):
         given_options = {name: value for name, value in options.items() if value is not None}
         wanted = acceptance_of(RequestOptions(**given_options), self.h.config)
         expected = longest_match(self.h, tokens[:-1], wanted, salt)
-        req = self.h.submit(tokens, given_options or None, chunk=chunk, cache_salt=salt)
+        req = self.h.try_submit(tokens, given_options or None, chunk=chunk, cache_salt=salt)
         if req is None:
             return
         assert req.prefix_len == expected
@@ -157,7 +157,7 @@ class CacheLife(RuleBasedStateMachine):
 
 TestCacheLife = CacheLife.TestCase
 TestCacheLife.settings = settings(
-    max_examples=int(os.environ.get("GRKV_TEST_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("TREE_TEST_EXAMPLES", "60")),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],

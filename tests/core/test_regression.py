@@ -19,7 +19,7 @@ from grkv_sglang.core import (
     get_profile,
     regress,
 )
-from grkv_sglang.core.regression import conjugate_gradients, displace, key_step, value_step
+from grkv_sglang.core.regression import conjugate_gradients, displace, key_step, penalised_loss, value_step
 
 from .reference import random
 
@@ -380,6 +380,37 @@ def test_the_guard_catches_a_bad_linearisation() -> None:
     assert all(guarded[2][head] != KEY_AND_VALUE for head in worse)
 
 
+def test_penalised_loss() -> None:
+    profile = replace(FREE, query_weight=3.0, lambda_k=5.0, lambda_v=7.0)
+    error = torch.tensor([[[1.0, 2.0]], [[0.0, 1.0]]])
+    moved_keys = torch.tensor([[[1.0], [-1.0]], [[0.0], [3.0]]])
+    moved_values = torch.tensor([[[2.0]], [[1.0]]])
+    loss = penalised_loss(error, moved_keys, moved_values, profile)
+    assert loss.tolist() == [3 * 5 + 5 * 2 + 7 * 4, 3 * 1 + 5 * 9 + 7 * 1]
+
+
+def test_the_guard_keeps_the_state_of_the_smallest_penalised_loss() -> None:
+    """Against the three states made by switching steps off, judged in float64."""
+    profile = replace(FREE, query_weight=0.2, lambda_k=0.02)
+    chosen: set[int] = set()
+    for seed in range(12):
+        made = case(seed=100 * seed, m=3, group=1, target_scale=3.0)
+        states = [
+            (made.keys, made.values),
+            *(run(made, replace(profile, key_step=k))[:2] for k in (False, True)),
+        ]
+        keys, values, _ = run(made, replace(profile, guard=True))
+        for head in range(2):
+            losses = [objective(made, profile, *state, head) for state in states]
+            best = losses.index(min(losses))
+            if sorted(losses)[1] < (1 + 1e-4) * losses[best]:
+                continue  # too close to call in float32
+            chosen.add(best)
+            torch.testing.assert_close(keys[head], states[best][0][head])
+            torch.testing.assert_close(values[head], states[best][1][head])
+    assert chosen == {1, 2}
+
+
 def test_the_guard_decides_per_head() -> None:
     bad, good = case(seed=3, target_scale=30.0), case(seed=4, near=True)
     mixed = Case(
@@ -535,6 +566,13 @@ def test_a_result_that_the_storage_dtype_cannot_hold_is_dropped() -> None:
     assert states == [UNCHANGED] * 2
     assert torch.equal(values, made.values)
     assert torch.equal(keys, made.keys)
+
+
+def test_a_result_whose_loss_overflows_is_dropped() -> None:
+    made = case(seed=17, target_scale=1e25)
+    _, values, states = run(made, replace(FREE, key_step=False))
+    assert states == [UNCHANGED] * 2
+    assert torch.equal(values, made.values)
 
 
 def test_a_failed_value_step_leaves_the_key_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,11 @@ def test_system_and_document_ends(tokenizer, document):
     markers = learn_markers(tokenizer)
     first = render(tokenizer, ("system", "Be brief."), ("user", document), ("user", "Who?"))
     second = render(tokenizer, ("system", "Be brief."), ("user", document), ("user", "Where is it?"))
-    for which, tail in (("system", "Be brief.<|im_end|>"), ("document", document + "<|im_end|>")):
+    tails: dict[Literal["system", "document"], str] = {
+        "system": "Be brief.<|im_end|>",
+        "document": document + "<|im_end|>",
+    }
+    for which, tail in tails.items():
         end = find_prefix_end(first, markers, which)
         assert find_prefix_end(second, markers, which) == end
         assert first[:end] == second[:end]
