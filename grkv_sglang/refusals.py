@@ -164,6 +164,7 @@ def check_server(ctx: TreeCacheBuildContext) -> RowGaps:
     Raises UnsupportedError listing every refusal and its way out.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.environ import envs
 
     arguments = resolved_view(ctx.server_args)
     problems = [f"{r.what}: {r.way_out}" for r in refusals_for(arguments, ctx.model_config)]
@@ -183,6 +184,8 @@ def check_server(ctx: TreeCacheBuildContext) -> RowGaps:
         problems.append("the attention backend did not set up row gaps: set --attention-backend grkv_torch")
     if runner.device != "cpu" and not arguments.disable_cuda_graph:
         problems.append("grkv_torch cannot be captured in a CUDA graph: set --disable-cuda-graph")
+    if envs.SGLANG_RUST_SERVER.get():
+        problems.append("the Rust frontend (options are validated in Python): unset SGLANG_RUST_SERVER")
     if ctx.params.is_eagle:
         problems.append("bigram keys of speculative decoding: drop --speculative-algorithm")
     if problems:

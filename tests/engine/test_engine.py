@@ -150,6 +150,25 @@ def test_probe_queries_equal_those_of_the_prefill(client: Client):
     assert max(entry["max_abs_difference"] / entry["max_abs"] for entry in layers) < 1e-4
 
 
+def test_span_after_span_shares_one_gap(client: Client):
+    """The second span is selected and regressed with the first one's slots as ancestors."""
+    client.flush()
+    first_end, second_end = 400, 760
+    doc = document(client, second_end, seed=18)
+    tails = distinct_tails(client, 3)
+    client.generate(doc[:first_end] + tails[0], {"prefix_end_tokens": first_end})
+    client.settled_state()
+    grown = client.generate(doc + tails[1], {"prefix_end_tokens": second_end})
+    assert grown.served["span_tokens"] == first_end
+    spans = sorted(client.settled_state()["spans"], key=lambda s: s["start_tokens"])
+    assert [(s["start_tokens"], s["end_tokens"], s["slots"]) for s in spans] == [(0, 400, 80), (400, 760, 72)]
+    assert 0.5 < spans[1]["quality"] < 1
+    answer = client.generate(doc + tails[2])
+    assert answer.served["spans"] == 2
+    assert (answer.served["span_tokens"], answer.served["span_slots"]) == (second_end, 152)
+    client.settled_state()
+
+
 def test_a_prompt_that_leaves_a_span_in_its_middle_uses_no_part_of_it(client: Client):
     client.flush()
     n = 400
