@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -226,22 +226,23 @@ class _ProbeBackend:
         )  # fmt: skip
 
         before = self._source.ancestor_slots.numel()
-        result = compress_layer(
-            LayerInputs(
-                keys=all_keys[before:],
-                values=all_values[before:],
-                queries=queries,
-                scale=layer.scaling,
-                ancestor_keys=all_keys[:before] if before else None,
-                ancestor_values=all_values[:before] if before else None,
-                output_projection=self._output_projections.get(layer.layer_id),
-            ),
-            self._plan,
-            self._profile,
-            n_slots=self._new_slots.numel(),
-            starts_sequence=self._source.start_tokens == 0,
-            rotary=self._rotary,
-        )
+        with _small_operations(queries.device):
+            result = compress_layer(
+                LayerInputs(
+                    keys=all_keys[before:],
+                    values=all_values[before:],
+                    queries=queries,
+                    scale=layer.scaling,
+                    ancestor_keys=all_keys[:before] if before else None,
+                    ancestor_values=all_values[:before] if before else None,
+                    output_projection=self._output_projections.get(layer.layer_id),
+                ),
+                self._plan,
+                self._profile,
+                n_slots=self._new_slots.numel(),
+                starts_sequence=self._source.start_tokens == 0,
+                rotary=self._rotary,
+            )
         if not (torch.isfinite(result.keys).all() and torch.isfinite(result.values).all()):
             raise CompressionError("non_finite", f"layer {layer.layer_id} gave a non-finite key or value")
         started = time.perf_counter()
@@ -253,6 +254,24 @@ class _ProbeBackend:
         self.quality.add(result)
         self.layers_done += 1
         return output[0].movedim(0, 1).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+@contextlib.contextmanager
+def _small_operations(device: torch.device) -> Iterator[None]:
+    """Run on one thread where that is a choice.
+
+    A layer is hundreds of operations of a fraction of a millisecond. On a CPU a second thread saves a third
+    of them on an idle machine; beside any other load its spinning at every barrier costs a hundredfold.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _find_rotary(model: torch.nn.Module) -> RotaryTable | None:
