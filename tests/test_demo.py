@@ -406,6 +406,7 @@ def document_result(name: str, compress_s: float, slots: int) -> DocumentResult:
         copy_s=0.0,
         span_hits=2,
         free_slots_before=9000,
+        free_slots_after_compression=8940,
         free_slots_after=8900,
         name=name,
         tokens=1000,

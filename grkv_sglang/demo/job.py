@@ -35,6 +35,7 @@ def ask_about(
     prefix = prompts.prompts[0][: prompts.prefix_tokens]
     compressing = engine == "grkv"
     before = client.grkv_state() if compressing else None
+    compressed = before
     requests = []
     for number, question in enumerate(prompts.document.questions):
         options = {"prefix_end_tokens": len(prefix)} if compressing and number == 0 else None
@@ -43,8 +44,9 @@ def ask_about(
         if compressing and number == 0:
             with console.status("compressing the document"):
                 client.wait_for_span(prefix)
+            compressed = client.grkv_state()
     run = summarise_run(requests, len(prefix))
-    if before is None:
+    if before is None or compressed is None:
         return DocumentOutcome(run, None)
     after = client.grkv_state()
     spans = spans_of(after, prefix)
@@ -66,6 +68,7 @@ def ask_about(
         copy_s=sum(s.copy_s for s in spans),
         span_hits=sum(s.hits for s in spans),
         free_slots_before=before.pool.free_slots,
+        free_slots_after_compression=compressed.pool.free_slots,
         free_slots_after=after.pool.free_slots,
     )
     return DocumentOutcome(run, span)

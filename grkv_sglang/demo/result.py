@@ -57,8 +57,9 @@ class SpanRecord(_Record):
     regress_s: float
     copy_s: float
     span_hits: int
-    free_slots_before: int
-    free_slots_after: int
+    free_slots_before: int  # of SGLang's pool: before the first question,
+    free_slots_after_compression: int  # when it was answered and its full-size KV freed,
+    free_slots_after: int  # and after the last answer, which stays cached too
 
 
 class DocumentResult(SpanRecord):
