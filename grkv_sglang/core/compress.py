@@ -50,8 +50,8 @@ class LayerResult:
     """What to store for one layer, and how good it is.
 
     The three sums run over KV heads, their query heads and the held-out queries, of the squared norm of
-    a head's attention output `O`, with the target `Y` over ancestors and the full span. They are NaN
-    where an input was not finite.
+    a head's attention output `O`, with the target `Y` over ancestors and the full span. They are not
+    finite where an input was not.
 
     Attributes:
         kept: [Hkv, c] int64, ascending, relative to the span's start.

@@ -18,8 +18,8 @@ Deviations, whatever the profile:
 - Conjugate gradients run on the primal normal equations `(J^T J + ridge) dK = J^T r` instead of the dual
   `(J J^T + ridge) u = r, dK = J^T u`. After k iterations both are in the same k-dimensional space, at the
   same cost, and in the limit they agree. But the primal iterate minimises the objective over that space,
-  while a truncated dual one can be worse than no step at all; on a model's own keys and queries, 8 primal
-  iterations did as well as 16 dual ones.
+  while a truncated dual one can be worse than no step at all. With a small model's own keys and queries,
+  the held-out error after 8 primal iterations was that after 16 dual ones to about 1%.
 - The change is rounded to the storage dtype before it is judged.
 - A head whose step fails (a singular system, a result that is not finite or that the storage dtype cannot
   hold) skips that step.

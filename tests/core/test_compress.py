@@ -37,6 +37,8 @@ SMALL = {
     name: replace(get_profile(name), n_window=5, n_strata=9 if name != "paper" else 0, n_held_out=3, sinks=2)
     for name in profile_names()
 }
+# Nothing is re-rotated: held-out queries stay at their positions and see nothing behind them.
+SMALL["causal"] = replace(SMALL["paper"], rerotate=False)
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def held_out_sums(made: Layer, result: LayerResult) -> tuple[float, float, float
     return before, after, reference
 
 
-@pytest.mark.parametrize("name", profile_names())
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("p", [0, 7])
 def test_errors_are_those_of_the_held_out_queries(name: str, p: int) -> None:
     made = layer(SMALL[name], 31, p=p, seed=1)
@@ -149,7 +151,7 @@ def test_errors_are_those_of_the_held_out_queries(name: str, p: int) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(profile_names()),
+    st.sampled_from(sorted(SMALL)),
     st.integers(1, 3),
     st.sampled_from([1, 3, 4, 8]),
     st.integers(19, 43),
@@ -260,6 +262,10 @@ def test_values_are_the_ridge_regression_of_the_fit_queries(name: str, p: int) -
     )
     n, c = 37, 17
     made = layer(profile, n, p=p, seed=12)
+    if p:
+        # A plan of one's own: the last query scores but is not fitted.
+        last = made.plan.positions == made.plan.positions[made.plan.fit].max()
+        made = replace(made, plan=replace(made.plan, fit=made.plan.fit & ~last))
     inputs = made.inputs
     result = made.compress(c)
     at = made.plan.positions[made.plan.fit]
@@ -303,7 +309,7 @@ def test_values_are_the_ridge_regression_of_the_fit_queries(name: str, p: int) -
 
 def test_window_queries_are_causal() -> None:
     """No window query sees a later token: what comes behind a query cannot change its score."""
-    profile = replace(SMALL["paper"], n_window=1, value_step=False, key_step=False, pool_kernel=1)
+    profile = replace(SMALL["causal"], n_window=1, value_step=False, key_step=False, pool_kernel=1)
     made = layer(profile, 21, seed=4)
     # The plan's one score query sits in the middle; the tokens behind it shout at it.
     middle = 10
@@ -437,7 +443,8 @@ def test_a_non_finite_head_stays_unchanged_and_alone(name: str, bad: float) -> N
         torch.testing.assert_close(result.keys[:, h], expected.keys[:, h])
         torch.testing.assert_close(result.values[:, h], expected.values[:, h])
     assert math.isfinite(expected.error_after)
-    assert math.isnan(result.error_after)
+    assert not math.isfinite(result.error_after)
+    assert quality(result.error_after, result.reference) == 0.0
 
 
 def test_inputs_are_not_changed() -> None:

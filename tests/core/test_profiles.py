@@ -16,7 +16,7 @@ def test_built_ins_are_found_by_their_own_name() -> None:
 def test_published_settings() -> None:
     paper = get_profile("paper")
     assert (paper.scorer, paper.score_queries, paper.fit_queries) == ("snapkv", "window", "window")
-    assert (paper.n_window, paper.rerotate, paper.query_weight) == (32, False, 1.0)
+    assert (paper.n_window, paper.query_weight) == (32, 1.0)
     assert (paper.lambda_k, paper.lambda_v, paper.cap_k, paper.cap_v) == (1e-2, 1e-2, None, None)
     assert (paper.fixed_share, paper.steps, paper.guard) == (0.1, 1, False)
 

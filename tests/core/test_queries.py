@@ -47,6 +47,7 @@ def test_no_fit_queries_where_nothing_regresses() -> None:
     assert not plan_queries(200, get_profile("copy")).fit.any()
     release_copy = replace(get_profile("release"), value_step=False, key_step=False)
     assert len(plan_queries(200, release_copy).positions) == 32 + 16
+    assert queries_needed(release_copy) == 32 + 16
 
 
 @settings(max_examples=60, deadline=None)

@@ -392,9 +392,11 @@ def test_penalised_loss() -> None:
 def test_the_guard_keeps_the_state_of_the_smallest_penalised_loss() -> None:
     """Against the three states made by switching steps off, judged in float64."""
     profile = replace(FREE, query_weight=0.2, lambda_k=0.02)
+    unpenalised = replace(profile, lambda_k=0.0)
     chosen: set[int] = set()
-    for seed in range(12):
-        made = case(seed=100 * seed, m=3, group=1, target_scale=3.0)
+    penalty_decided = False
+    for seed in range(14):
+        made = case(seed=100 * seed, m=3, group=1, target_scale=5.0)
         states = [
             (made.keys, made.values),
             *(run(made, replace(profile, key_step=k))[:2] for k in (False, True)),
@@ -408,7 +410,10 @@ def test_the_guard_keeps_the_state_of_the_smallest_penalised_loss() -> None:
             chosen.add(best)
             torch.testing.assert_close(keys[head], states[best][0][head])
             torch.testing.assert_close(values[head], states[best][1][head])
+            others = [objective(made, unpenalised, *state, head) for state in states]
+            penalty_decided |= others.index(min(others)) != best
     assert chosen == {1, 2}
+    assert penalty_decided
 
 
 def test_the_guard_decides_per_head() -> None:
