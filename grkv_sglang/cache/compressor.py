@@ -33,6 +33,7 @@ from grkv_sglang.core import (
     SpanQuality,
     compress_layer,
     get_profile,
+    get_scorer,
     plan_queries,
 )
 
@@ -77,9 +78,9 @@ class Compressor:
         if profile.rerotate and self._rotary is None:
             raise ValueError(
                 f"profile {name!r} re-rotates queries, but the model has no single RoPE table; "
-                "use profile 'paper'"
+                "serve it without --radix-cache-backend grkv"
             )
-        if profile.scorer == "criticalkv" and not self._output_projections:
+        if get_scorer(profile.scorer).needs_output_projection and not self._output_projections:
             raise ValueError(
                 f"profile {name!r} scores by the output projection, but the model's o_proj weights are not "
                 "plain matrices; use profile 'default' or 'paper'"
