@@ -68,7 +68,7 @@ class Client:
     def settled_state(self) -> dict[str, Any]:
         """The state once nothing is left to do and an idle census has been taken after it."""
         before = self.state()["census"]["checks"]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             state = self.state()
             if state["counters"]["jobs_waiting"] == 0 and state["census"]["checks"] > before:
@@ -78,7 +78,7 @@ class Client:
         raise AssertionError(f"the server did not settle: {self.state()}")
 
     def flush(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             if self.http.post("/flush_cache").status_code == 200:
                 return
