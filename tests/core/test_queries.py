@@ -88,7 +88,7 @@ def test_any_plan(score: str, fit: str, n_window: int, n_strata: int, n_held_out
             assert ((twice <= middle) & (middle < twice + 2 * n_strata)).all()
 
 
-@pytest.mark.parametrize(("name", "needed"), [("default", 40), ("paper", 48), ("release", 80), ("copy", 40)])
+@pytest.mark.parametrize(("name", "needed"), [("default", 32), ("paper", 48), ("release", 80), ("copy", 32)])
 def test_shortest_span(name: str, needed: int) -> None:
     profile = get_profile(name)
     assert queries_needed(profile) == needed
@@ -99,8 +99,8 @@ def test_shortest_span(name: str, needed: int) -> None:
 
 def test_every_profile_plans_a_usual_span() -> None:
     assert {name: len(plan_queries(4000, get_profile(name)).positions) for name in profile_names()} == {
-        "default": 40,
+        "default": 32,
         "paper": 48,
         "release": 80,
-        "copy": 40,
+        "copy": 32,
     }
