@@ -1,5 +1,6 @@
 # `make demo` is the whole way from a clean checkout to the demo's figures.
 # Another interpreter: make setup PYTHON=python3.12. Another environment: make test VENV=~/envs/grkv.
+# Figures of the demo as data: make demo DEMO_ARGS='--json demo.json'.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +21,7 @@ model: setup
 	$(BIN)/grkv model
 
 demo: model
-	$(BIN)/grkv demo
+	$(BIN)/grkv demo $(DEMO_ARGS)
 
 test: model
 	$(BIN)/python -m pytest
