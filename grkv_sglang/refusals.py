@@ -188,7 +188,6 @@ def check_server(ctx: TreeCacheBuildContext) -> RowGaps:
         problems.append("the Rust frontend (options are validated in Python): unset SGLANG_RUST_SERVER")
     if ctx.params.is_eagle:
         problems.append("bigram keys of speculative decoding: drop --speculative-algorithm")
-    if problems:
+    if problems or not isinstance(gaps, RowGaps):
         raise UnsupportedError("--radix-cache-backend grkv does not serve:\n  " + "\n  ".join(problems))
-    assert isinstance(gaps, RowGaps)
     return gaps
