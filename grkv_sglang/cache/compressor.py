@@ -94,8 +94,15 @@ class Compressor:
         Raises CompressionError; then the contents of `new_slots` are undefined and nothing else changed.
         """
         started = time.perf_counter()
+        n_tokens, n_slots = len(source.token_ids), new_slots.numel()
+        always_kept = profile.n_window + (profile.sinks if source.start_tokens == 0 else 0)
+        if n_slots < n_tokens and n_slots <= always_kept:
+            raise CompressionError(
+                "budget_too_small",
+                f"{n_slots} slots leave nothing to select beyond {always_kept} tokens that are always kept",
+            )
         try:
-            plan = plan_queries(len(source.token_ids), profile)
+            plan = plan_queries(n_tokens, profile)
         except ValueError as error:
             raise CompressionError("too_short", str(error)) from error
         backend = _ProbeBackend(

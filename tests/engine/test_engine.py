@@ -11,6 +11,8 @@ from tests.engine.client import Client
 
 pytestmark = pytest.mark.engine
 
+KNOWN_FAILURES = {"exception", "non_finite", "no_room", "budget_too_small"}
+
 WORDS = (
     "The ferry left the harbour at six in the morning with forty sacks of barley, two horses and a clock "
     "that had once stood in the town hall of a place nobody on board could name. Its keeper, Marta "
@@ -304,6 +306,19 @@ def test_budget_and_profile_of_a_request(client: Client):
     client.settled_state()
 
 
+def test_a_prefix_too_short_to_compress_stays_exact_and_is_counted(client: Client):
+    client.flush()
+    n = 60
+    doc = document(client, n, seed=19)
+    first, second = distinct_tails(client, 2)
+    client.generate(doc + first, {"prefix_end_tokens": n})  # 12 slots, of which 36 would always be kept
+    state = client.settled_state()
+    assert state["num_spans"] == 0
+    assert state["counters"]["compressions_failed"]["budget_too_small"] == 1
+    answer = client.generate(doc + second)
+    assert (answer.cached_tokens, answer.served["span_tokens"]) == (n, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -418,7 +433,7 @@ def test_long_mixed_batch_under_pressure_leaves_a_clean_pool(client: Client):
     assert all(len(a.output_ids) == 6 for a in answers)
     state = client.settled_state()
     assert state["pool"]["free_slots"] + state["pool"]["exact_slots"] + state["pool"]["span_slots"] == 6000
-    assert state["counters"]["compressions_failed"].keys() <= {"exception", "non_finite", "no_room"}
+    assert state["counters"]["compressions_failed"].keys() <= KNOWN_FAILURES
 
 
 def test_the_log_tells_of_compressions(client: Client):
