@@ -16,6 +16,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+RADIX_BACKEND = "grkv"
+ATTENTION_BACKEND = "grkv_torch"
+"""The names under which SGLang knows the two backends."""
+
 ENV_PREFIX = "GRKV_"
 CONFIG_FILE_ENV = "GRKV_CONFIG_FILE"
 

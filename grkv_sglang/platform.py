@@ -17,6 +17,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from grkv_sglang.config import ATTENTION_BACKEND, RADIX_BACKEND
+
 if TYPE_CHECKING:
     from torch import device as TorchDevice
 
@@ -44,8 +46,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         if server_args.dtype == "auto":
             server_args.dtype = "float32"
         # SGLang presumes "intel_amx" for CPUs; its kernels are not on this platform.
-        if server_args.radix_cache_backend == "grkv" and server_args.attention_backend in (None, "intel_amx"):
-            server_args.attention_backend = "grkv_torch"
+        if server_args.radix_cache_backend == RADIX_BACKEND and server_args.attention_backend in (
+            None,
+            "intel_amx",
+        ):
+            server_args.attention_backend = ATTENTION_BACKEND
 
     def get_device(self, device_id: int | None = 0) -> Any:
         # A string: SGLang takes the default of --device from here and splits it at ":".

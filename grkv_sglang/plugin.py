@@ -10,14 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from grkv_sglang import contract
+from grkv_sglang.config import ATTENTION_BACKEND, RADIX_BACKEND
 from grkv_sglang.policy.options import OPTIONS_KEY
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-
-RADIX_BACKEND = "grkv"
-ATTENTION_BACKEND = "grkv_torch"
 
 
 def register() -> None:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grkv_sglang.attention.rows import RowGaps
+from grkv_sglang.config import ATTENTION_BACKEND
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-SERVED_ATTENTION_BACKENDS = ("grkv_torch",)
+SERVED_ATTENTION_BACKENDS = (ATTENTION_BACKEND,)
 
 
 class UnsupportedError(ValueError):

@@ -21,13 +21,17 @@ from typing import Any, Literal
 import httpx
 from rich.console import Console
 
-from grkv_sglang.config import CONFIG_FILE_ENV, ENV_PREFIX, to_environment
+from grkv_sglang.config import (
+    ATTENTION_BACKEND,
+    CONFIG_FILE_ENV,
+    ENV_PREFIX,
+    RADIX_BACKEND,
+    to_environment,
+)
 
 Engine = Literal["stock", "off", "grkv"]
 """`stock`: SGLang untouched. `off`: our attention backend, SGLang's cache. `grkv`: both ours."""
 
-RADIX_BACKEND = "grkv"
-ATTENTION_BACKEND = "grkv_torch"
 
 MEMORY_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
