@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 RADIX_BACKEND = "grkv"
 ATTENTION_BACKEND = "grkv_torch"
@@ -24,6 +24,7 @@ ENV_PREFIX = "GRKV_"
 CONFIG_FILE_ENV = "GRKV_CONFIG_FILE"
 
 MatchMode = Literal["exact", "prefer_exact", "prefer_compressed"]
+Trigger = Literal["explicit", "insert", "reuse", "pressure"]
 
 
 class ConfigError(ValueError):
@@ -49,9 +50,53 @@ class GrkvConfig(BaseModel):
     min_quality: float = Field(
         0.0, ge=0.0, le=1.0, description="Requests are not served from spans of a lower measured quality."
     )
-    min_span_tokens: int = Field(512, ge=2, description="Shorter stretches are never compressed on reuse.")
-    auto_reuse: bool = Field(
-        True, description="Compress a stretch when a second request reuses it, without being asked to."
+    triggers: tuple[Trigger, ...] = Field(
+        ("explicit", "reuse", "pressure"),
+        description="When a prefix is compressed: when a request marks it, when a finished request leaves a "
+        "long enough stretch (insert), when a second request reuses it, when free slots run low (pressure). "
+        "As text: names separated by commas.",
+    )
+    min_span_tokens: int = Field(
+        512, ge=2, description="Shorter stretches are compressed only where a request marks them."
+    )
+    reuse_min_hits: int = Field(
+        1, ge=1, description="Requests that must have reused a stretch before `reuse` compresses it."
+    )
+    cooldown_requests: int = Field(
+        32,
+        ge=0,
+        description="After a failed compression the same prefix is tried again once so many requests came.",
+    )
+    step_tokens: int = Field(
+        1024,
+        ge=1,
+        description="Bound on the compression work of one scheduler step: tokens of the span, times the "
+        "share of the model's layers done in the step. (One probe pass of about 64 tokens is a step too.)",
+    )
+    pressure_watermark: float = Field(
+        0.15,
+        ge=0.0,
+        lt=1.0,
+        description="With a smaller share of the pool's slots free, twins are freed and cold stretches are "
+        "compressed.",
+    )
+    pressure_reserve: float = Field(
+        0.02,
+        ge=0.0,
+        lt=1.0,
+        description="Share of the pool that eviction leaves free where it can, for compression's own slots.",
+    )
+    merge_after_spans: int = Field(
+        4, ge=2, description="A path with so many private spans in a row has them merged into the next one."
+    )
+    max_generations: int = Field(
+        2, ge=0, description="How often compressed KV may be compressed again in a merge; 0: never."
+    )
+    pin_share: float = Field(
+        0.5, ge=0.0, le=1.0, description="Most slots that pinned spans may hold, as a share of the pool."
+    )
+    ttl_s: float | None = Field(
+        None, gt=0.0, description="Spans unused for so many seconds are dropped; unset: only under pressure."
     )
     free_exact_twin: Literal["at_once", "under_pressure"] = Field(
         "at_once",
@@ -64,6 +109,19 @@ class GrkvConfig(BaseModel):
     census: bool = Field(
         False, description="At every idle moment check that each KV slot has exactly one owner."
     )
+
+    @field_validator("triggers", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(name.strip() for name in value.split(",") if name.strip())
+        return value
+
+    @model_validator(mode="after")
+    def _reserve_below_watermark(self) -> GrkvConfig:
+        if self.pressure_reserve > self.pressure_watermark and "pressure" in self.triggers:
+            raise ValueError("pressure_reserve must not exceed pressure_watermark")
+        return self
 
 
 def load_config(environ: Mapping[str, str] | None = None) -> GrkvConfig:
@@ -90,11 +148,13 @@ def to_environment(values: Mapping[str, Any]) -> dict[str, str]:
     unknown = sorted(set(values) - set(GrkvConfig.model_fields))
     if unknown:
         raise ConfigError(f"grkv configuration: unknown {unknown}; valid are {list(GrkvConfig.model_fields)}")
-    return {
-        ENV_PREFIX + name.upper(): str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in values.items()
-        if value is not None
-    }
+    return {ENV_PREFIX + name.upper(): _as_text(value) for name, value in values.items() if value is not None}
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, list | tuple) else str(value)
 
 
 def describe_errors(error: ValidationError, model: type[BaseModel]) -> str:

@@ -39,7 +39,21 @@ HOOK_REQUEST_LEVEL = (
     f"{_SRT}.managers.scheduler_components.output_streamer."
     "SchedulerOutputStreamer.is_request_level_customized_info_key"
 )
-HOOKS = (HOOK_INTERNAL_STATE, HOOK_ON_IDLE, HOOK_TOKENIZED, HOOK_REQUEST_LEVEL)
+HOOK_COMMAND = f"{_SRT}.managers.scheduler.Scheduler.set_internal_state"
+HOOK_WEIGHTS = (
+    f"{_SRT}.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.record_weight_version_after_update"
+)
+HOOK_TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager.__init__"
+HOOKS = (
+    HOOK_INTERNAL_STATE,
+    HOOK_ON_IDLE,
+    HOOK_TOKENIZED,
+    HOOK_REQUEST_LEVEL,
+    HOOK_COMMAND,
+    HOOK_WEIGHTS,
+    HOOK_TOKENIZER,
+)
 
 HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     HostSymbol(HOOK_INTERNAL_STATE, ("self", "recv_req"), "plugin: state in /server_info"),
@@ -49,6 +63,10 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
         ("self", "obj", "input_text", "input_ids"),
         "plugin: request options are validated (400)",
     ),
+    HostSymbol(HOOK_COMMAND, ("self", "recv_req"), "plugin: an operator's commands reach the cache"),
+    HostSymbol(HOOK_WEIGHTS, ("self", "weight_version"), "plugin: spans of older weights are not served"),
+    HostSymbol(HOOK_TOKENIZER, ("self", "server_args"), "plugin: HTTP routes for operators"),
+    HostSymbol(f"{_SRT}.utils.auth.auth_level", ("level",), "admin: the routes' protection"),
     HostSymbol(HOOK_REQUEST_LEVEL, ("self", "key"), "plugin: meta_info['grkv'] is one value per request"),
     HostSymbol(f"{_SRT}.managers.scheduler.Scheduler.is_fully_idle", ("self",), "plugin: census"),
     HostSymbol(f"{_SRT}.mem_cache.registry.register_radix_cache_backend", ("name", "factory"), "plugin"),
@@ -114,6 +132,11 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
         ("self", "q", "k", "v", "forward_batch", "save_kv_cache"),
         "cache.compressor: the probe's attention",
     ),
+    HostSymbol(f"{_SRT}.lora.lora_manager.LoRAManager.fetch_new_loras", ("new_loras",), "cache.compressor"),
+    HostSymbol(
+        f"{_SRT}.lora.lora_manager.LoRAManager.prepare_lora_batch", ("forward_batch",), "cache.compressor"
+    ),
+    HostSymbol(f"{_SRT}.managers.io_struct.SetInternalStateReq", ("server_args",), "admin: carries commands"),
     HostSymbol(
         f"{_SRT}.model_executor.forward_context.forward_context", ("ctx", "forward_batch"), "cache.compressor"
     ),
@@ -162,5 +185,6 @@ def check_hooks_applied() -> None:
     if missing:
         raise ContractError(
             f"SGLang did not apply these hooks of grkv_sglang: {missing}. "
-            "Look for 'Failed to apply hooks' in the log; SGLANG_PLUGINS, if set, must name 'grkv'."
+            "Look for 'Failed to apply hooks' in the log; SGLANG_PLUGINS, if set, must name 'grkv' "
+            "(and, without a GPU, 'grkv_cpu')."
         )

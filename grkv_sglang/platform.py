@@ -10,6 +10,8 @@ Written against SGLang 0.5.23: ``srt/platforms/interface.py: SRTPlatform``,
 
 from __future__ import annotations
 
+import os
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +53,16 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             "intel_amx",
         ):
             server_args.attention_backend = ATTENTION_BACKEND
+        # SGLang's CPU start-up wants a NUMA node per rank unless cores are named; on this platform the names
+        # bind nothing. Workers inherit the variable.
+        ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+        if ranks > 1:
+            cores = sorted(os.sched_getaffinity(0))
+            names = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", names)
+
+    def init_backend(self) -> None:
+        _unpin_lora()
 
     def get_device(self, device_id: int | None = 0) -> Any:
         # A string: SGLang takes the default of --device from here and splits it at ":".
@@ -64,3 +76,26 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
     def is_pin_memory_available(self, device: TorchDevice | None = None) -> bool:
         return False
+
+
+def _unpin_lora() -> None:
+    """SGLang's LoRA code asks for pinned memory without asking the platform (``lora/layers.py``,
+    ``lora/backend/torch_backend.py``), which torch refuses where there is no accelerator."""
+    from sglang.srt.lora import layers
+    from sglang.srt.lora.backend import torch_backend
+
+    class TorchWithoutPinning(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    def unpinned(function: Any) -> Any:
+        def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return call
+
+    substitute = TorchWithoutPinning("torch")
+    for name in ("tensor", "zeros", "empty"):
+        setattr(substitute, name, unpinned(getattr(torch, name)))
+    layers.torch = torch_backend.torch = substitute
+    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign,assignment]

@@ -1,4 +1,4 @@
-"""Registration with SGLang: two backends and four hooks. Entry point ``sglang.srt.plugins: grkv``.
+"""Registration with SGLang: two backends and seven hooks. Entry point ``sglang.srt.plugins: grkv``.
 
 Runs in every SGLang process before anything is built. Nothing is served by it: unless the server is
 started with ``--radix-cache-backend grkv`` (or ``--attention-backend grkv_torch``) the hooks return what
@@ -7,6 +7,7 @@ SGLang would have returned.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from grkv_sglang import contract
@@ -16,6 +17,10 @@ from grkv_sglang.policy.options import OPTIONS_KEY
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+    from grkv_sglang.policy.boundaries import MessageMarkers
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -44,6 +49,7 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
 
     from grkv_sglang.cache.compressor import Compressor
     from grkv_sglang.cache.grkv_cache import GrkvRadixCache
+    from grkv_sglang.cache.ranks import Ranks
     from grkv_sglang.config import load_config
     from grkv_sglang.refusals import check_server
 
@@ -51,7 +57,27 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     row_gaps = check_server(ctx)
     compressor = Compressor(ctx.tp_worker.model_runner)
     compressor.check_profile(config.profile)
-    return GrkvRadixCache(ctx.params, config, row_gaps, compressor)
+    return GrkvRadixCache(
+        ctx.params,
+        config,
+        row_gaps,
+        compressor,
+        markers=_template_markers(ctx.tp_worker.tokenizer),
+        ranks=Ranks(ctx.params.tp_cache_group, ctx.tp_size),
+    )
+
+
+def _template_markers(tokenizer: Any) -> MessageMarkers | None:
+    """The chat template's markers, where there is one that has any: boundaries are found without it too."""
+    from grkv_sglang.policy.boundaries import BoundaryError, learn_markers
+
+    if tokenizer is None:
+        return None
+    try:
+        return learn_markers(tokenizer)
+    except BoundaryError as error:
+        logger.info("grkv: no message boundaries from the chat template: %s", error)
+        return None
 
 
 def _create_attention_backend(model_runner: Any) -> Any:
@@ -66,7 +92,10 @@ def _register_hooks() -> None:
     HookRegistry.register(contract.HOOK_TOKENIZED, _validate_options, HookType.AFTER)
     HookRegistry.register(contract.HOOK_REQUEST_LEVEL, _is_request_level, HookType.AROUND)
     HookRegistry.register(contract.HOOK_INTERNAL_STATE, _add_state, HookType.AFTER)
-    HookRegistry.register(contract.HOOK_ON_IDLE, _work_at_idle, HookType.BEFORE)
+    HookRegistry.register(contract.HOOK_ON_IDLE, _work_at_idle, HookType.AROUND)
+    HookRegistry.register(contract.HOOK_COMMAND, _command, HookType.AROUND)
+    HookRegistry.register(contract.HOOK_WEIGHTS, _weights_changed, HookType.AFTER)
+    HookRegistry.register(contract.HOOK_TOKENIZER, _add_routes, HookType.AFTER)
 
 
 def _validate_options(tokenized: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,9 +132,39 @@ def _add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         result.internal_state[OPTIONS_KEY] = scheduler.tree_cache.state()
 
 
-def _work_at_idle(scheduler: Any) -> None:
-    """Before ``Scheduler.on_idle``, which calls no tree method of its own."""
+def _work_at_idle(original: Any, scheduler: Any) -> None:
+    """Around ``Scheduler.on_idle``, which calls no tree method of its own: steps of waiting work come first,
+    one per turn of the loop, so that a request that arrives meanwhile is seen at once."""
     from grkv_sglang.cache.grkv_cache import GrkvRadixCache
 
-    if isinstance(scheduler.tree_cache, GrkvRadixCache):
-        scheduler.tree_cache.on_idle(fully_idle=scheduler.is_fully_idle())
+    cache = scheduler.tree_cache
+    if isinstance(cache, GrkvRadixCache) and cache.on_idle(fully_idle=scheduler.is_fully_idle()):
+        return
+    original(scheduler)
+
+
+def _command(original: Any, scheduler: Any, recv_req: Any) -> Any:
+    """Around ``Scheduler.set_internal_state``, which every rank runs: an operator's command for the cache."""
+    from grkv_sglang import admin
+
+    raw = admin.command_in(recv_req.server_args)
+    if raw is None:
+        return original(scheduler, recv_req)
+    return admin.run(scheduler.tree_cache, raw)
+
+
+def _weights_changed(result: Any, updater: Any, weight_version: Any) -> None:
+    """After ``SchedulerWeightUpdaterManager.record_weight_version_after_update``, which ends every successful
+    update of weights."""
+    from grkv_sglang.cache.grkv_cache import GrkvRadixCache
+
+    if isinstance(updater.scheduler.tree_cache, GrkvRadixCache):
+        updater.scheduler.tree_cache.weights_changed()
+
+
+def _add_routes(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``TokenizerManager.__init__``: the routes for operators, if this process is the HTTP server."""
+    if manager.server_args.radix_cache_backend == RADIX_BACKEND:
+        from grkv_sglang import admin
+
+        admin.add_routes(manager)

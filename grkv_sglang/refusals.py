@@ -124,11 +124,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(lambda a, m: bool(a.dllm_algorithm), "diffusion LLMs", "drop --dllm-algorithm"),
     Refusal(lambda a, m: a.pp_size > 1, "pipeline parallelism", "set --pp-size 1"),
     Refusal(
-        lambda a, m: a.tp_size > 1,
-        "tensor parallelism (not tested yet: ranks must take identical decisions)",
-        "set --tp-size 1",
-    ),
-    Refusal(
         lambda a, m: a.dp_size > 1 or a.enable_dp_attention,
         "data-parallel attention",
         "set --dp-size 1 and run several servers behind a router",
@@ -142,9 +137,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --kv-events-config",
     ),
     Refusal(
-        lambda a, m: bool(a.enable_lora) or bool(a.lora_paths),
-        "LoRA adapters (the probe does not prepare them)",
-        "drop --enable-lora and --lora-paths",
+        lambda a, m: a.enable_lora_overlap_loading,
+        "LoRA overlap loading (a probe cannot load an adapter beside it)",
+        "drop --enable-lora-overlap-loading",
     ),
     Refusal(
         lambda a, m: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),

@@ -20,8 +20,18 @@ class Counters:
     span_hits: Counter[str] = field(default_factory=Counter)
     """Requests served from at least one span, by match mode."""
     span_tokens_served: int = 0
+    spans_made: Counter[str] = field(default_factory=Counter)
+    """By trigger."""
+    reprefilled_tokens: int = 0
+    """Prefilled again although a span held them: the request asked for exact KV, or for better."""
     twins_freed: int = 0
     spans_superseded: int = 0
+    spans_expired: int = 0
+    spans_outdated: int = 0
+    """Made unreachable by a weight update."""
+    pins_refused: int = 0
+    """Pins beyond the server's limit: the span is kept like any other."""
+    deleted_slots: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -1,34 +1,35 @@
 """The radix cache SGLang talks to: the span tree plus what to do when a request comes and goes.
 
 A request is looked at twice: when its row is allocated (what serves it, what it reuses) and when it is
-released (what to compress now). The work itself happens in `flush_pending_backups`, which SGLang calls
-right after each batch's results are processed (frees made during that processing are not available
-earlier), and at idle.
+released (what to compress now). The work itself happens in bounded steps in `flush_pending_backups`, which
+SGLang calls right after each batch's results are processed (frees made during that processing are not
+available earlier), and at idle.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from array import array
-from collections import OrderedDict
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-import torch
-from sglang.srt.mem_cache.common import evict_from_tree_cache
-from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
-from torch import Tensor
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from grkv_sglang.attention.rows import RowGaps, physical_slots
+from grkv_sglang.attention.rows import RowGaps
+from grkv_sglang.cache import retention
 from grkv_sglang.cache.census import CensusError, take_census
-from grkv_sglang.cache.compressor import CompressionError, Compressor, SpanSource
+from grkv_sglang.cache.compressor import Compressor
 from grkv_sglang.cache.counters import Counters
-from grkv_sglang.cache.span import SpanNode, SpanOrigin, path_facts
+from grkv_sglang.cache.pressure import cold_stretches
+from grkv_sglang.cache.ranks import Ranks
+from grkv_sglang.cache.span import PathFacts, SpanNode, path_facts
 from grkv_sglang.cache.tree import SpanTree
+from grkv_sglang.cache.work import CompressionWork, FinishedJob
 from grkv_sglang.config import GrkvConfig
-from grkv_sglang.policy.acceptance import Acceptance, acceptance_of
-from grkv_sglang.policy.jobs import CompressionJob, RequestState, make_job, reuse_end
+from grkv_sglang.policy.acceptance import Acceptance, Budget, acceptance_of, budget_of
+from grkv_sglang.policy.boundaries import MessageMarkers
+from grkv_sglang.policy.jobs import CompressionJob, RequestState, make_job, reused_stretch
 from grkv_sglang.policy.options import NO_OPTIONS, OPTIONS_KEY, OptionsError, parse_options
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ANY_BUDGET = Budget(None, 1)
 LISTED_SPANS = 200
 """Most spans that `state` lists, latest first."""
 
@@ -45,22 +47,47 @@ class GrkvRadixCache(SpanTree):
     """``--radix-cache-backend grkv``."""
 
     def __init__(
-        self, params: CacheInitParams, config: GrkvConfig, row_gaps: RowGaps, compressor: Compressor
+        self,
+        params: CacheInitParams,
+        config: GrkvConfig,
+        row_gaps: RowGaps,
+        compressor: Compressor,
+        markers: MessageMarkers | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
-        self.compressor = compressor
         self.counters = Counters()
+        self._markers = markers
+        self._ranks = ranks or Ranks()
+        self._work = CompressionWork(self, compressor, config, self.counters, self._ranks, markers)
+        self._requests_seen = 0
+        self._lora_of: dict[str, str] = {}
         self._censuses = 0
         self._census_error: str | None = None
         super().__init__(params, row_gaps, acceptance_of(NO_OPTIONS, config))
 
     def reset(self) -> None:
         """A flush: spans, waiting work and postponed frees go with the tree."""
-        self._jobs: OrderedDict[tuple[object, ...], CompressionJob] = OrderedDict()
+        self._work.forget()
         self._twins_to_free: list[SpanNode] = []
         self._superseded: list[SpanNode] = []
         self._released_since_flush = False
+        self._pressure_seen = False
+        self._any_ttl = self.config.ttl_s is not None
+        self._now_s = 0.0
         super().reset()
+
+    def protected_size(self) -> int:
+        """Stock: slots of locked nodes. Here with those of a span in the making."""
+        return int(super().protected_size()) + self._work.held_slots
+
+    def reserve_slots(self) -> int:
+        if "pressure" not in self.config.triggers or not self.config.compression:
+            return 0
+        return int(self.config.pressure_reserve * self.token_to_kv_pool_allocator.size)
+
+    def surrender_slots(self) -> int:
+        return self._work.cancel("given_up_for_room")
 
     # -- a request comes ---------------------------------------------------------------------------
 
@@ -70,27 +97,12 @@ class GrkvRadixCache(SpanTree):
     def maybe_hand_to_session(self, req: Req) -> None:
         super().maybe_hand_to_session(req)
         state = self._state_of(req)
+        # A chunk or a resumed request is the same request: counted once.
+        if state.admitted:
+            return
+        state.admitted = True
         facts = path_facts(req.last_node)
-        # A chunk or a resumed request is the same request: counted once. (SGLang's hit counts feed its
-        # frequency-based eviction policies; stock counts them at insertion from the root.)
-        if not state.admitted:
-            state.admitted = True
-            node = req.last_node
-            while node.parent is not None:
-                self._inc_hit_count(node)
-                node = node.parent
-            for span in facts.spans:
-                span.hits += 1
-            if facts.spans:
-                self.counters.span_hits[state.acceptance.mode] += 1
-                self.counters.span_tokens_served += facts.span_tokens
-            state.reuse_end_tokens = reuse_end(
-                matched_tokens=facts.logical_tokens,
-                last_span_end=facts.last_span_end,
-                config=self.config,
-                page_size=self.page_size,
-                mode=state.acceptance.mode,
-            )
+        reprefilled = self._count(req, state, facts)
         deepest = facts.spans[0] if facts.spans else None
         served: dict[str, Any] = {
             "mode": state.acceptance.mode,
@@ -101,10 +113,47 @@ class GrkvRadixCache(SpanTree):
             "budget": round(deepest.budget, 6) if deepest else None,
             "quality": round(min(s.origin.quality for s in facts.spans), 6) if facts.spans else None,
             "profile": deepest.origin.profile if deepest else None,
+            "reprefilled_tokens": reprefilled,
         }
-        info = req.customized_info or {}
-        if OPTIONS_KEY not in info:  # later chunks have the first one's prefix
-            req.customized_info = {**info, OPTIONS_KEY: [served]}
+        req.customized_info = {**(req.customized_info or {}), OPTIONS_KEY: [served]}
+
+    def _count(self, req: Req, state: RequestState, facts: PathFacts) -> int:
+        """Note what serves a new request; returns how many tokens it prefills that a span holds."""
+        self._requests_seen += 1
+        if req.lora_id is not None and req.extra_key is not None:
+            self._lora_of[req.extra_key] = req.lora_id
+        # SGLang's hit counts feed its frequency-based eviction policies; stock counts them at insertion from
+        # the root.
+        node = req.last_node
+        while node.parent is not None:
+            self._inc_hit_count(node)
+            node = node.parent
+        for span in facts.spans:
+            span.hits += 1
+            span.used_at_s = self._now_s
+        if facts.spans:
+            self.counters.span_hits[state.acceptance.mode] += 1
+            self.counters.span_tokens_served += facts.span_tokens
+        state.last_span_end = facts.last_span_end
+        # Samples of one request (n > 1) come behind a first pass over the whole prompt: no other request.
+        sample = (
+            req.sampling_params.n > 1 and facts.logical_tokens >= len(req.origin_input_ids) - self.page_size
+        )
+        state.reused_tokens = reused_stretch(
+            matched_tokens=0 if sample else facts.logical_tokens,
+            last_span_end=facts.last_span_end,
+            hits=req.last_node.hit_count - 1,
+            config=self.config,
+            mode=state.acceptance.mode,
+        )
+        state.reused_whole = not req.last_node.children
+        if not self._spans_at:
+            return 0
+        key = RadixKey(req.origin_input_ids, req.extra_key, cache_salt=req.cache_salt)
+        covered = self.covered_tokens(key, Acceptance("prefer_compressed", ANY_BUDGET, min_quality=0.0))
+        reprefilled = max(0, min(covered, len(key) - 1) - facts.logical_tokens)
+        self.counters.reprefilled_tokens += reprefilled
+        return reprefilled
 
     def _state_of(self, req: Req) -> RequestState:
         state = getattr(req, "grkv_state", None)
@@ -126,37 +175,52 @@ class GrkvRadixCache(SpanTree):
         self._released_since_flush = True
         if not (checkpointed and req.finished()):
             return
-        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
+        tokens = self.path_tokens(req.last_node)
         if path_facts(req.last_node).span_tokens == 0:
-            self.mark_twins_of(req.last_node, key)
+            self.mark_twins_of(req.last_node, RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt))
         job = make_job(
             self._state_of(req),
-            req.origin_input_ids,
+            tokens,
+            prompt_tokens=len(req.origin_input_ids),
             extra_key=req.extra_key,
             cache_salt=req.cache_salt,
+            lora_id=req.lora_id,
             config=self.config,
             page_size=self.page_size,
+            markers=self._markers,
         )
         if job is None:
             return
         # A reused stretch ends where two prompts diverged; a span may reach further along this prompt.
-        if job.reason == "reuse" and self.covered_tokens(key, job.acceptance) >= job.end_tokens:
+        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        if job.reason != "explicit" and self.covered_tokens(key, job.acceptance) >= job.end_tokens:
             self.counters.compressions_skipped["exists"] += 1
             return
-        self._jobs[job.identity] = job
+        self._work.add(job, self._requests_seen)
 
     def flush_pending_backups(self) -> None:
-        """One job per batch, so that running requests wait for one compression at most."""
+        """A bounded step of work after each batch, so that running requests keep their pace."""
         if self._released_since_flush:
             self._released_since_flush = False
+            self._pressure_seen = False
             self._free_postponed()
-        if self._jobs:
-            _, job = self._jobs.popitem(last=False)
-            self._run(job)
+        if self._any_ttl:
+            self._now_s = self._ranks.now_s()
+            self._expire()
+        if not self._work.waiting:
+            self._relieve_pressure()
+        self._work.step(self._requests_seen)
+        for finished in self._work.finished:
+            self._clean_up_after(finished)
+        if self._work.finished:
+            self._work.finished.clear()
+            self._free_postponed()
 
-    def on_idle(self, *, fully_idle: bool) -> None:
-        """Called before SGLang's idle housekeeping (and its memory check)."""
+    def on_idle(self, *, fully_idle: bool) -> bool:
+        """Called instead of SGLang's idle housekeeping while there is work: then returns True."""
         self.flush_pending_backups()
+        if self._work.waiting:
+            return True
         if fully_idle and self.config.census:
             self._censuses += 1
             try:
@@ -164,94 +228,51 @@ class GrkvRadixCache(SpanTree):
             except CensusError as error:
                 self._census_error = str(error)
                 raise
+        return False
 
-    # -- the work ----------------------------------------------------------------------------------
+    # -- around the work ---------------------------------------------------------------------------
 
-    def _run(self, job: CompressionJob) -> None:
-        """Do one job. Whatever goes wrong, the exact prefix goes on serving and a counter says so."""
-        key = RadixKey(job.token_ids, job.extra_key, cache_salt=job.cache_salt)
-        if self.covered_tokens(key, job.acceptance) == len(key):
-            self.counters.compressions_skipped["exists"] += 1
+    def _relieve_pressure(self) -> None:
+        """At the watermark: free what spans stand for, then compress the coldest long stretch."""
+        config, allocator = self.config, self.token_to_kv_pool_allocator
+        if self._pressure_seen or not config.compression or "pressure" not in config.triggers:
             return
-        exact_first = Acceptance("prefer_exact", job.budget, min_quality=0.0)
-        end = self.find(key, exact_first)
-        if end.length != len(key):
-            self.counters.compressions_skipped["prefix_gone"] += 1
+        missing = int(config.pressure_watermark * allocator.size) - allocator.available_size()
+        if missing <= 0:
             return
-        node = self.land(end)
-        start = path_facts(node).last_span_end
-        if start == len(key):
-            self.counters.compressions_skipped["exists"] += 1
+        missing -= self.evict_twins(missing)
+        if missing <= 0:
             return
-        self.counters.compressions_started += 1
-        try:
-            span = self._compress(job, key, node, start)
-        except CompressionError as error:
-            self.counters.compressions_failed[error.reason] += 1
-            logger.warning("grkv: %s compression of %d tokens not done: %s", job.reason, len(key), error)
-            return
-        except Exception:
-            # Nothing is lost: the tree is as it was. The traceback and the counter say what happened.
-            self.counters.compressions_failed["exception"] += 1
-            logger.exception("grkv: %s compression of %d tokens failed", job.reason, len(key))
-            return
-        self.counters.compressions_done += 1
-        logger.info(
-            "grkv: compressed tokens [%d, %d) into %d slots in %.3f s "
-            "(%s, profile %s, quality %.4f, error %.4f -> %.4f)",
-            span.start_tokens, span.end_tokens, span.num_slots, span.origin.compress_s, job.reason,
-            span.origin.profile, span.origin.quality, span.origin.error_before, span.origin.error_after,
-        )  # fmt: skip
-        self._superseded.extend(self._worse_than(span))
-        if self.config.free_exact_twin == "at_once":
-            self._twins_to_free.append(span)
-        self._free_postponed()
+        for stretch in cold_stretches(self, config.min_span_tokens, self._markers):
+            job = CompressionJob(
+                stretch.token_ids,
+                stretch.extra_key,
+                stretch.cache_salt,
+                self._lora_of.get(stretch.extra_key or ""),
+                "pressure",
+                budget_of(NO_OPTIONS, config),
+                config.profile,
+                shared=stretch.shared,
+            )
+            if not self._work.is_cooling(job, self._requests_seen):
+                self._work.add(job, self._requests_seen)
+                return
+        self._pressure_seen = True  # nothing to compress until a request leaves something
 
-    def _compress(self, job: CompressionJob, key: RadixKey, node: TreeNode, start: int) -> SpanNode:
-        n_tokens = len(key) - start
-        if job.forced is not None:
-            n_slots = n_tokens if job.forced == "all" else 0
-        else:
-            n_slots = job.budget.slots(n_tokens, self.page_size)
-        parent = node
-        parts = []
-        while path_facts(parent).logical_tokens > start:
-            parts.append(parent.value)
-            parent = parent.parent
-        source = SpanSource(
-            token_ids=job.token_ids[start:],
-            start_tokens=start,
-            slots=torch.cat(parts[::-1]),
-            ancestor_slots=physical_slots(self.path_device_indices(parent)),
-        )
-        # Eviction to make room must not take the path that is being compressed.
-        lock = self.lock(node)
-        try:
-            new_slots = self._allocate(n_slots)
-            try:
-                origin = self._fill(job, source, new_slots)
-            except BaseException:
-                self.token_to_kv_pool_allocator.free(new_slots)
-                raise
-        finally:
-            self.unlock(lock)
-        return self.add_span(parent, key[start:], new_slots, start, origin)
-
-    def _allocate(self, n_slots: int) -> Tensor:
-        if n_slots == 0:
-            return self._empty_device_indices
-        evict_from_tree_cache(self, n_slots)
-        slots = self.token_to_kv_pool_allocator.alloc(n_slots)
-        if slots is None:
-            raise CompressionError("no_room", f"no {n_slots} free KV slots, and nothing more to evict")
-        return slots.to(torch.int64, copy=True)
-
-    def _fill(self, job: CompressionJob, source: SpanSource, new_slots: Tensor) -> SpanOrigin:
-        if job.forced == "none":
-            return SpanOrigin("copy", 1.0, 0.0, 0.0, forced=True)
-        if job.forced == "all":
-            return self.compressor.copy(source, new_slots)
-        return self.compressor.compress(source, self.compressor.check_profile(job.profile), new_slots)
+    def _clean_up_after(self, finished: FinishedJob) -> None:
+        """Pin, postpone the frees that the new spans allow, and mark what is no longer needed."""
+        retention.apply(self, finished.last, pin=finished.job.pin, ttl_s=finished.job.ttl_s)
+        if finished.job.ttl_s is not None and not self._any_ttl:
+            self._any_ttl = True
+            self._now_s = self._ranks.now_s()
+        for span in (*finished.made, finished.last):
+            span.used_at_s = self._now_s
+            if span.ttl_s is None:
+                span.ttl_s = self.config.ttl_s
+        for span in reversed(finished.made):
+            self._superseded.extend(self._worse_than(span))
+            if self.config.free_exact_twin == "at_once" or finished.job.reason == "pressure":
+                self._twins_to_free.append(span)
 
     def _worse_than(self, span: SpanNode) -> list[SpanNode]:
         """Spans of the same tokens that the new one replaces."""
@@ -260,6 +281,7 @@ class GrkvRadixCache(SpanTree):
             for other in self._spans_at.get(span.parent.id, ())
             if other is not span
             and not other.origin.forced
+            and not other.pinned
             and other.num_slots <= span.num_slots
             and other.origin.quality <= span.origin.quality
             and len(other.key) == len(span.key)
@@ -267,11 +289,12 @@ class GrkvRadixCache(SpanTree):
         ]
 
     def _free_postponed(self) -> None:
-        """Free twins and superseded spans that nobody holds any more."""
+        """Free twins, superseded spans and deleted nodes that nobody holds any more."""
+        self.drop_detached()
         alive = set(self.spans())
         waiting = []
         for span in self._twins_to_free:
-            if span in alive and not self.free_exact_twin(span):
+            if span in alive and not self.free_exact_twin(span, self.config.min_span_tokens):
                 waiting.append(span)
             elif span in alive:
                 self.counters.twins_freed += 1
@@ -287,12 +310,38 @@ class GrkvRadixCache(SpanTree):
                 waiting.append(span)
         self._superseded = waiting
 
+    def _expire(self) -> None:
+        for span in retention.expired(self, self._now_s):
+            self._work.cancel("expired")
+            self.detach(span)
+            self.counters.spans_expired += 1
+
+    # -- what an operator does ---------------------------------------------------------------------
+
+    def weights_changed(self) -> None:
+        """New weights: no span of the old ones may serve. (Exact KV is SGLang's to flush or keep.)"""
+        self._work.cancel("weights_changed")
+        spans = [span for span in self.spans() if self.in_reach(span)]
+        self.counters.spans_outdated += len(spans)
+        for span in spans:
+            if self.in_reach(span):  # not gone with one before it
+                self.detach(span)
+
+    def command(self, command: Mapping[str, Any]) -> None:
+        """Do what an operator asked for. Raises retention.CommandError."""
+        self.counters.deleted_slots += retention.execute(self, retention.parse_command(command))
+
+    def give_up_work(self, reason: str) -> None:
+        """End the compression in flight: its path is about to go."""
+        self._work.cancel(reason)
+
     # -- what the outside sees ---------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Plain data for ``/server_info``: settings, pool, counters, spans (latest first), census."""
         spans = sorted(self.spans(), key=lambda s: s.created_at, reverse=True)
         span_slots = sum(s.num_slots for s in spans)
+        held = self._work.held_slots
         return {
             "config": self.config.model_dump(),
             "pool": {
@@ -300,12 +349,15 @@ class GrkvRadixCache(SpanTree):
                 "free_slots": self.token_to_kv_pool_allocator.available_size(),
                 "exact_slots": self.total_size() - span_slots,
                 "span_slots": span_slots,
+                "in_work_slots": held,
+                "pinned_slots": retention.pinned_slots(self),
             },
             "counters": {
                 **self.counters.as_dict(),
                 "spans_evicted": self.spans_evicted,
                 "twin_slots_freed": self.twin_slots_freed,
-                "jobs_waiting": len(self._jobs),
+                "jobs_waiting": self._work.waiting,
+                "detached_nodes": len(self._detached),
             },
             "num_spans": len(spans),
             "spans": [self._describe(s) for s in spans[:LISTED_SPANS]],
@@ -318,14 +370,6 @@ class GrkvRadixCache(SpanTree):
         }
 
     def _describe(self, span: SpanNode) -> dict[str, Any]:
-        tokens = array("q")
-        node: TreeNode = span
-        parts = []
-        while node.parent is not None:
-            parts.append(node.key.raw_token_ids())
-            node = node.parent
-        for part in reversed(parts):
-            tokens.extend(part)
         return {
             "start_tokens": span.start_tokens,
             "end_tokens": span.end_tokens,
@@ -335,6 +379,10 @@ class GrkvRadixCache(SpanTree):
             "hits": span.hits,
             "twin_freed": span.twin_freed,
             "age_s": time.time() - span.created_at,
-            "tokens_sha256": sha256(tokens.tobytes()).hexdigest(),
+            "pinned": span.pinned,
+            "ttl_s": span.ttl_s,
+            "namespace": retention.namespace_of(span),
+            "reachable": self.in_reach(span),
+            "tokens_sha256": sha256(self.path_tokens(span).tobytes()).hexdigest(),
             **vars(span.origin),
         }

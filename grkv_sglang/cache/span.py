@@ -17,11 +17,18 @@ class SpanOrigin:
 
     profile: str
     quality: float
-    """1 minus the relative attention-output error after regression, on held-out queries; in [0, 1]."""
+    """1 minus the relative attention-output error after regression, on held-out queries; in [0, 1]. Where
+    spans were merged, times the worst of theirs: an estimate of the loss against exact KV."""
     error_before: float
     """Relative attention-output error of the selection alone, on the same queries."""
     error_after: float
     forced: bool = False
+    reason: str = "explicit"
+    """What made it: a trigger's name."""
+    generation: int = 0
+    """How often its oldest KV was compressed again: 0 when made from exact KV alone."""
+    shared: bool = True
+    """Prompts part at its end, or a request marked it: never merged into a longer span."""
     probe_s: float = 0.0
     select_s: float = 0.0
     regress_s: float = 0.0
@@ -34,6 +41,13 @@ class SpanKey:
     """Key of a span among its parent's children: no token key of SGLang equals it."""
 
     span_id: int
+
+
+@dataclass(frozen=True)
+class DetachedKey:
+    """Key of a node that is out of reach: deleted, but still read by a running request."""
+
+    node_id: int
 
 
 _TAIL_TOKENS = 8
@@ -64,7 +78,13 @@ class SpanNode(TreeNode):  # type: ignore[misc]
         self.start_tokens = start_tokens
         self.origin = origin
         self.hits = 0
+        self.replaces: list[SpanNode] = []
+        """The spans it took in when it was made, first to last; none in general."""
         self.twin_freed = False
+        self.pinned = False
+        self.ttl_s: float | None = None
+        self.used_at_s = 0.0
+        """On the cache's clock, which all tensor-parallel ranks share."""
         self.created_at = time.time()
         self._tail = key.token_ids[len(key) - _TAIL_TOKENS :] if len(key) >= _TAIL_TOKENS else None
 

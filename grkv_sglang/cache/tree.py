@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,16 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from torch import Tensor
 
 from grkv_sglang.attention.rows import RowGaps, physical_slots, prefix_row
-from grkv_sglang.cache.span import SpanNode, SpanOrigin, path_facts, slots_of
+from grkv_sglang.cache.span import DetachedKey, SpanNode, SpanOrigin, path_facts, slots_of
 from grkv_sglang.policy.acceptance import Acceptance
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+
+_TWIN, _EXACT, _SPAN, _PINNED = range(4)
+"""What eviction takes first."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,10 @@ class SpanTree(RadixCache):  # type: ignore[misc]
     def reset(self) -> None:
         """Stock: new empty root. Here the span tables and the gaps of all rows go with it."""
         self._spans_at: dict[int, list[SpanNode]] = {}
-        # Exact nodes that a span stands for: the first to go under pressure.
+        # What a span stands for (exact nodes, or older spans it took in): the first to go under pressure.
         self._twins: set[TreeNode] = set()
+        # Nodes out of reach that a running request still reads.
+        self._detached: set[TreeNode] = set()
         self.row_gaps.clear()
         super().reset()
 
@@ -156,10 +163,47 @@ class SpanTree(RadixCache):  # type: ignore[misc]
             raise RuntimeError(
                 f"a span is matched whole or not at all; split of span {child.id} at {split_len}"
             )
+        siblings = child.parent.children
+        token_key = key.child_key(self.page_size)
+        in_reach = siblings.get(token_key)
         upper = super()._split_node(key, child, split_len)
+        if child in self._detached:  # stock has just put `upper` in reach
+            del siblings[DetachedKey(child.id)], siblings[token_key]
+            if in_reach is not None:
+                siblings[token_key] = in_reach
+            siblings[DetachedKey(upper.id)] = upper
+            self._detached.remove(child)
+            self._detached.add(upper)
         if child in self._twins:
             self._twins.add(upper)
         return upper
+
+    def node_at(self, node: TreeNode, position: int) -> TreeNode:
+        """The node on the path to `node` that ends `position` tokens from the root, made by a split if need
+        be."""
+        depth = path_facts(node).logical_tokens
+        if position > depth:
+            raise ValueError(f"expected a position up to {depth}, got {position}")
+        while node.parent is not None and depth - len(node.key) >= position:
+            depth -= len(node.key)
+            node = node.parent
+        return (
+            node
+            if depth == position
+            else self._split_node(node.key, node, len(node.key) - (depth - position))
+        )
+
+    def branches_above(self, node: TreeNode) -> Iterator[int]:
+        """Positions on the path to `node`, in tokens from the root, where other exact prompts go other
+        ways."""
+        depth = path_facts(node).logical_tokens
+        while node.parent is not None:
+            depth -= len(node.key)
+            node = node.parent
+            exact = sum(1 for child in node.children.values() if not isinstance(child, SpanNode))
+            starts = sum(1 for child in node.children.values() if isinstance(child, SpanNode))
+            if depth and (exact > 1 or starts):
+                yield depth
 
     # -- rows --------------------------------------------------------------------------------------
 
@@ -238,35 +282,80 @@ class SpanTree(RadixCache):  # type: ignore[misc]
     # -- spans -------------------------------------------------------------------------------------
 
     def add_span(
-        self, parent: TreeNode, key: RadixKey, slots: Tensor, start_tokens: int, origin: SpanOrigin
+        self,
+        parent: TreeNode,
+        key: RadixKey,
+        slots: Tensor,
+        start_tokens: int,
+        origin: SpanOrigin,
+        replaces: Sequence[SpanNode] = (),
     ) -> SpanNode:
-        """Hang a finished span under `parent`; the tree takes over `slots` ([c] int64)."""
+        """Hang a finished span under `parent`; the tree takes over `slots` ([c] int64). `replaces` are older
+        spans that it took in: they go first under pressure."""
         span = SpanNode(parent, key, slots, start_tokens, origin, parent.priority if parent.parent else 0)
         parent.children[span.child_key] = span
         self._spans_at.setdefault(parent.id, []).append(span)
         self.evictable_size_ += span.num_slots
         self._update_leaf_status(parent)
         self._update_leaf_status(span)
-        self._twins.update(self.exact_twin(span))
+        span.replaces = list(replaces)
+        self._twins.update(replaces)
+        self._mark_twins(span)
         return span
 
     def spans(self) -> Iterator[SpanNode]:
         for spans in self._spans_at.values():
             yield from spans
 
-    def exact_twin(self, span: SpanNode) -> list[TreeNode]:
-        """The exact nodes that hold the span's tokens, from its start down; ends early where they end."""
+    def exact_twins(self, span: SpanNode) -> list[list[TreeNode]]:
+        """The exact nodes that hold the span's tokens, as chains from its start down; a chain ends early
+        where the nodes end.
+
+        They hang where the span hangs; behind a span, also behind that span's own twin; behind merged spans,
+        only what follows the last of them.
+        """
+        chains = [self._exact_chain(span.parent, span.key, 0)]
+        if isinstance(span.parent, SpanNode):
+            chains += [
+                self._exact_chain(chain[-1], span.key, 0)
+                for chain in self.exact_twins(span.parent)
+                if chain and _tokens(chain) == len(span.parent.key)
+            ]
+        if span.replaces:
+            last = span.replaces[-1]
+            chains.append(self._exact_chain(last, span.key, last.end_tokens - span.start_tokens))
+        return [chain for chain in chains if chain]
+
+    def _exact_chain(self, above: TreeNode, key: RadixKey, offset: int) -> list[TreeNode]:
+        """Exact nodes below `above` that hold the tokens of `key` from `offset` on."""
         chain: list[TreeNode] = []
-        node, offset = span.parent, 0
-        while len(span.key) - offset >= self.page_size:
-            node = node.children.get(span.key.child_key_at(offset, self.page_size))
-            if node is None or len(node.key) > len(span.key) - offset:
+        node = above
+        while len(key) - offset >= self.page_size:
+            node = node.children.get(key.child_key_at(offset, self.page_size))
+            if node is None or len(node.key) > len(key) - offset:
                 break
-            if node.key.match_at(span.key, offset, self.page_size) < len(node.key):
+            if node.key.match_at(key, offset, self.page_size) < len(node.key):
                 break
             chain.append(node)
             offset += len(node.key)
         return chain
+
+    def _mark_twins(self, span: SpanNode) -> None:
+        for chain in self.exact_twins(span):
+            self._twins.update(chain)
+
+    def span_over(self, parent: TreeNode, key: RadixKey, acceptance: Acceptance) -> SpanNode | None:
+        """The best accepted span that starts at `parent` and stands for exactly `key`."""
+        found = [
+            span
+            for span in self._spans_at.get(parent.id, ())
+            if len(span.key) == len(key) and self._accepts(acceptance, span) and span.matches(key, 0)
+        ]
+        return max(found, key=lambda span: span.origin.quality, default=None)
+
+    def span_ends(self, key: RadixKey, acceptance: Acceptance) -> set[int]:
+        """Where accepted spans end along `key`, in tokens from the root."""
+        return {end.length for end in self._ends(key, acceptance) if isinstance(end.node, SpanNode)}
 
     def mark_twins_of(self, node: TreeNode, key: RadixKey) -> None:
         """Mark what a span stands for on the exact path to `node` (whose tokens are `key`): a request asked
@@ -279,35 +368,39 @@ class SpanTree(RadixCache):  # type: ignore[misc]
             step = step.parent
             ends += [s for s in self._spans_at.get(step.id, ()) if s.matches(key, depth)]
         for span in ends:
-            step, depth = node, path_facts(node).logical_tokens
-            while depth - len(step.key) >= span.end_tokens:
-                depth -= len(step.key)
-                step = step.parent
-            if depth > span.end_tokens:
-                self._split_node(step.key, step, len(step.key) - (depth - span.end_tokens))
-            self._twins.update(self.exact_twin(span))
+            self.node_at(node, span.end_tokens)
+            self._mark_twins(span)
 
-    def free_exact_twin(self, span: SpanNode) -> bool:
+    def free_exact_twin(self, span: SpanNode, keep_tokens: int) -> bool:
         """Free the full-size KV of a span's tokens, with what unlocked exact requests left behind it.
 
         Returns False when a running request still holds some of it or another span is built on it: try
-        again later. Nodes that other prompts share (a common header) stay.
+        again later. Nodes that other prompts share (a common header, a document before `keep_tokens` or more
+        of exact KV) stay; pressure takes them.
         """
-        chain = self.exact_twin(span)
-        above = chain
-        if chain and sum(len(n.key) for n in chain) == len(span.key):
-            end, above = chain[-1], chain[:-1]
+        freed = [self._free_chain(chain, span, keep_tokens) for chain in self.exact_twins(span)]
+        if not all(freed):
+            return False
+        ends = [path_facts(chain[-1]).logical_tokens for chain in self.exact_twins(span)]
+        span.twin_freed = span.end_tokens not in ends
+        return True
+
+    def _free_chain(self, chain: list[TreeNode], span: SpanNode, keep_tokens: int) -> bool:
+        end, above = chain[-1], chain
+        depth = path_facts(end).logical_tokens
+        if depth == span.end_tokens:
             if any(n.lock_ref > 0 or isinstance(n, SpanNode) for n in _subtree(end)):
                 return False
+            if any(_tokens(_subtree(child)) >= keep_tokens for child in end.children.values()):
+                return True
             self.drop(end)
+            above = chain[:-1]
         for node in reversed(above):
             if node.children:
                 break
             if node.lock_ref > 0:
                 return False
             self.drop(node)
-        self._twins.difference_update(chain)
-        span.twin_freed = True
         return True
 
     def drop(self, node: TreeNode) -> int:
@@ -322,6 +415,60 @@ class SpanTree(RadixCache):  # type: ignore[misc]
             self._delete_leaf(item)
         return freed
 
+    def detach(self, node: TreeNode) -> int:
+        """Put `node` and all below it out of reach: dropped now, or when no running request reads it any more
+        (`drop_detached`). Returns the slots concerned."""
+        slots = sum(slots_of(n) for n in _subtree(node))
+        if self.is_idle(node):
+            self.drop(node)
+            return slots
+        if node in self._detached:
+            return 0
+        del node.parent.children[self._child_key(node)]
+        if isinstance(node, SpanNode):
+            self._unlist(node)
+        node.parent.children[DetachedKey(node.id)] = node
+        self._detached.add(node)
+        return slots
+
+    def drop_detached(self) -> None:
+        """Free what was detached and is no longer read."""
+        for node in [n for n in self._detached if self.is_idle(n)]:
+            self.drop(node)
+
+    def in_reach(self, node: TreeNode) -> bool:
+        """Whether `node` is in the tree and a match can end there."""
+        while node.parent is not None:
+            if node in self._detached or node.parent.children.get(self._child_key(node)) is not node:
+                return False
+            node = node.parent
+        return node is self.root_node
+
+    def _child_key(self, node: TreeNode) -> Any:
+        if node in self._detached:
+            return DetachedKey(node.id)
+        return node.child_key if isinstance(node, SpanNode) else node.key.child_key(self.page_size)
+
+    def is_twin(self, node: TreeNode) -> bool:
+        """Whether a span stands for `node`."""
+        return node in self._twins
+
+    def path_tokens(self, node: TreeNode) -> array[int]:
+        """The tokens from the root to the end of `node`."""
+        parts = []
+        while node.parent is not None:
+            parts.append(node.key.raw_token_ids())
+            node = node.parent
+        tokens = array("q")
+        for part in reversed(parts):
+            tokens.extend(part)
+        return tokens
+
+    @property
+    def empty_slots(self) -> Tensor:
+        """[0] int64 on the pool's device."""
+        return self._empty_device_indices
+
     def is_idle(self, node: TreeNode) -> bool:
         """Whether no running request holds `node` or anything below it."""
         return all(n.lock_ref == 0 for n in _subtree(node))
@@ -329,46 +476,92 @@ class SpanTree(RadixCache):  # type: ignore[misc]
     # -- sizes in slots ----------------------------------------------------------------------------
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Stock: leaves by the eviction policy. Here exact twins of spans first, then exact leaves, then
-        spans, each group by the policy; counts slots."""
+        """Stock: leaves by the eviction policy. Here what a span stands for first, then exact leaves, then
+        spans, then pinned spans, each group by the policy; counts slots.
+
+        Goes on through twins and exact leaves until `reserve_slots` are free beyond what was asked for, and
+        gives up a compression in flight before it fails.
+        """
         if self.disable:
             return EvictResult()
         started = time.perf_counter()
+        wanted = params.num_tokens
+        reserve = max(0, self.reserve_slots() - self.token_to_kv_pool_allocator.available_size())
+        evicted = self._evict_leaves(wanted, wanted + reserve)
+        if evicted < wanted:
+            surrendered = self.surrender_slots()
+            if surrendered:
+                evicted += surrendered
+                evicted += self._evict_leaves(wanted - evicted, 0)
+        self.update_eviction_metrics(evicted, started)
+        return EvictResult(num_tokens_evicted=evicted)
+
+    def evict_twins(self, num_slots: int) -> int:
+        """Free up to about `num_slots` of what spans stand for; returns how many."""
+        return self._evict_leaves(0, num_slots, last_group=_TWIN)
+
+    def _evict_leaves(self, num_slots: int, with_reserve: int, last_group: int = 3) -> int:
+        """Evict `num_slots`, and of twins and exact leaves (up to `last_group`) up to `with_reserve`."""
         heap = [(self._eviction_rank(n), n) for n in self.evictable_leaves]
         heapq.heapify(heap)
         evicted = 0
-        while evicted < params.num_tokens and heap:
-            _, node = heapq.heappop(heap)
+        while heap:
+            (group, _), node = heapq.heappop(heap)
+            target = with_reserve if group <= min(_EXACT, last_group) else num_slots
+            if evicted >= target:
+                break
             parent = node.parent
             if isinstance(node, SpanNode):
                 self.spans_evicted += 1
             evicted += self.drop(node)
-            if not parent.children and parent.lock_ref == 0:
+            if not parent.children and parent.lock_ref == 0 and parent is not self.root_node:
                 heapq.heappush(heap, (self._eviction_rank(parent), parent))
-        self.update_eviction_metrics(evicted, started)
-        return EvictResult(num_tokens_evicted=evicted)
+        return evicted
+
+    def reserve_slots(self) -> int:
+        """Slots that eviction leaves free where exact KV can make room for them."""
+        return 0
+
+    def surrender_slots(self) -> int:
+        """Asked when eviction found too little: give back slots held for other work; returns how many."""
+        return 0
 
     def _eviction_rank(self, node: TreeNode) -> tuple[int, Any]:
-        group = 2 if isinstance(node, SpanNode) else 0 if node in self._twins else 1
+        if node in self._twins:
+            group = _TWIN
+        elif isinstance(node, SpanNode):
+            group = _PINNED if node.pinned else _SPAN
+        else:
+            group = _EXACT
         return group, self.eviction_strategy.get_priority(node)
 
     def _delete_leaf(self, node: TreeNode) -> None:
-        """Stock finds the child by its first tokens; a span is keyed by its id."""
-        if not isinstance(node, SpanNode):
+        """Stock finds the child by its first tokens; a span is keyed by its id, a detached node likewise."""
+        if isinstance(node, SpanNode) or node in self._detached:
+            del node.parent.children[self._child_key(node)]
+            self._detached.discard(node)
+            self.evictable_size_ -= slots_of(node)
+            self.evictable_leaves.discard(node)
+            self._update_leaf_status(node.parent)
+        else:
             super()._delete_leaf(node)
-            self._twins.discard(node)
-            return
-        self._twins.difference_update(self.exact_twin(node))
-        del node.parent.children[node.child_key]
-        siblings = self._spans_at[node.parent.id]
-        siblings.remove(node)
+        self._twins.discard(node)
+        if isinstance(node, SpanNode):
+            self._unlist(node)
+
+    def _unlist(self, span: SpanNode) -> None:
+        """Take a span out of the table that matches look into; its twin stands for itself again."""
+        siblings = self._spans_at.get(span.parent.id, [])
+        if span not in siblings:
+            return  # detached before
+        for chain in self.exact_twins(span):
+            self._twins.difference_update(chain)
+        self._twins.difference_update(span.replaces)
+        siblings.remove(span)
         for other in siblings:  # of another budget, perhaps for the same tokens
-            self._twins.update(self.exact_twin(other))
+            self._mark_twins(other)
         if not siblings:
-            del self._spans_at[node.parent.id]
-        self.evictable_size_ -= node.num_slots
-        self.evictable_leaves.discard(node)
-        self._update_leaf_status(node.parent)
+            del self._spans_at[span.parent.id]
 
     def inc_lock_ref(self, node: TreeNode) -> IncLockRefResult:
         """As stock, in slots."""
@@ -434,6 +627,10 @@ def _rank(end: _End, acceptance: Acceptance) -> tuple[int, int, float]:
     compressed = 1 if end.span_tokens else 0
     preference = compressed if acceptance.mode == "prefer_compressed" else -compressed
     return end.length, preference, end.min_quality
+
+
+def _tokens(nodes: list[TreeNode]) -> int:
+    return sum(len(node.key) for node in nodes)
 
 
 def _subtree(node: TreeNode) -> list[TreeNode]:

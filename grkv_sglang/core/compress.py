@@ -102,9 +102,18 @@ class SpanQuality:
 
     def add(self, result: LayerResult) -> None:
         """Count one layer."""
-        self._before += result.error_before
-        self._after += result.error_after
-        self._reference += result.reference
+        self.add_sums(result.error_before, result.error_after, result.reference)
+
+    def add_sums(self, error_before: float, error_after: float, reference: float) -> None:
+        """Count sums of squares that were taken elsewhere: over the heads of another rank."""
+        self._before += error_before
+        self._after += error_after
+        self._reference += reference
+
+    @property
+    def sums(self) -> tuple[float, float, float]:
+        """Squared error before and after the regression, squared reference."""
+        return self._before, self._after, self._reference
 
     @property
     def error_before(self) -> float:

@@ -43,7 +43,7 @@ def queries_needed(profile: Profile) -> int:
     return window + strata + profile.n_held_out
 
 
-def plan_queries(n_tokens: int, profile: Profile) -> QueryPlan:
+def plan_queries(n_tokens: int, profile: Profile, *, first: int = 0) -> QueryPlan:
     """Choose the query positions for a span.
 
     A window is the last `n_window` positions; strata are the midpoints of `n_strata` equal strata.
@@ -53,24 +53,28 @@ def plan_queries(n_tokens: int, profile: Profile) -> QueryPlan:
     Window and strata may share positions in a short span: the query is then used for both.
 
     Args:
-        n_tokens: length of the span in tokens.
+        n_tokens: length of the span in tokens (for span over span: its candidates, see `first`).
         profile: names the kinds and numbers of queries.
+        first: no query is taken before this position. Where the span's first candidates are the slots of
+            older spans, which stand for no single token, this is their number.
 
     Raises:
-        ValueError: the span is shorter than `queries_needed(profile)`.
+        ValueError: fewer than `queries_needed(profile)` positions are left.
     """
+    if first < 0:
+        raise ValueError(f"expected first >= 0, got {first}")
     needed = queries_needed(profile)
-    if n_tokens < needed:
+    if n_tokens - first < needed:
         raise ValueError(
             f"expected a span of at least {needed} tokens to hold the queries of profile {profile.name!r}, "
-            f"got {n_tokens}"
+            f"got {n_tokens - first}"
         )
-    score = _positions(n_tokens, profile.score_queries, profile)
-    fit = _positions(n_tokens, profile.fit_queries, profile) if profile.regresses else set()
+    score = _positions(first, n_tokens, profile.score_queries, profile)
+    fit = _positions(first, n_tokens, profile.fit_queries, profile) if profile.regresses else set()
     used = score | fit
     held_out: set[int] = set()
-    for midpoint in stratum_midpoints(n_tokens, profile.n_held_out):
-        held_out.add(_nearest_free(midpoint, used | held_out, n_tokens))
+    for midpoint in stratum_midpoints(n_tokens - first, profile.n_held_out):
+        held_out.add(_nearest_free(first + midpoint, used | held_out, range(first, n_tokens)))
     positions = sorted(used | held_out)
 
     def flags(chosen: set[int]) -> Tensor:
@@ -84,16 +88,16 @@ def plan_queries(n_tokens: int, profile: Profile) -> QueryPlan:
     )
 
 
-def _positions(n_tokens: int, kind: QueryKind, profile: Profile) -> set[int]:
+def _positions(first: int, end: int, kind: QueryKind, profile: Profile) -> set[int]:
     if kind == "window":
-        return set(range(n_tokens - profile.n_window, n_tokens))
-    return set(stratum_midpoints(n_tokens, profile.n_strata))
+        return set(range(end - profile.n_window, end))
+    return {first + midpoint for midpoint in stratum_midpoints(end - first, profile.n_strata)}
 
 
-def _nearest_free(wanted: int, taken: set[int], n_tokens: int) -> int:
+def _nearest_free(wanted: int, taken: set[int], allowed: range) -> int:
     return next(
         position
-        for distance in range(n_tokens)
+        for distance in range(len(allowed))
         for position in (wanted - distance, wanted + distance)
-        if 0 <= position < n_tokens and position not in taken
+        if position in allowed and position not in taken
     )

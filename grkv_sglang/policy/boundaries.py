@@ -101,6 +101,21 @@ def find_prefix_end(
     return end_at + len(markers.end_of_message)
 
 
+def system_end(token_ids: Sequence[int], markers: MessageMarkers) -> int | None:
+    """Number of tokens up to the end of the system message; None when the prompt has none."""
+    try:
+        return find_prefix_end(token_ids, markers, "system")
+    except BoundaryError:
+        return None
+
+
+def last_turn_start(token_ids: Sequence[int], markers: MessageMarkers) -> int | None:
+    """Where the last user message's header starts: what lies before it is what a next request shares at
+    least. None when there is no user message."""
+    at = _rfind(list(token_ids), markers.user_header, len(token_ids))
+    return at if at >= 0 else None
+
+
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Literal
 
-from grkv_sglang.config import GrkvConfig
+from grkv_sglang.config import GrkvConfig, Trigger
 from grkv_sglang.policy.acceptance import Acceptance, Budget, acceptance_of, budget_of
+from grkv_sglang.policy.boundaries import MessageMarkers, last_turn_start
 from grkv_sglang.policy.options import NO_OPTIONS, RequestOptions
 
-REUSE_MARGIN_TOKENS = 16
-"""A stretch found by reuse ends this much before the point where two prompts diverged: prompts that go on
-alike by chance (the same first words of two questions) must not push the end past the document."""
+MARGIN_TOKENS = 16
+"""A stretch without a known end stops this much early. On reuse: prompts that go on alike by chance (the same
+first words of two questions) must not push the end past the document. Elsewhere: the newest tokens stay
+exact."""
+
+HEADER_REACH_TOKENS = 64
+"""On reuse the start of a user message this close before the point of divergence is taken as the end."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,15 @@ class CompressionJob:
     """The prefix, ``[0, end_tokens)``."""
     extra_key: str | None
     cache_salt: str | None
-    reason: Literal["explicit", "reuse"]
+    lora_id: str | None
+    reason: Trigger
     budget: Budget
     profile: str
     forced: Literal["all", "none"] | None = None
+    pin: bool = False
+    ttl_s: float | None = None
+    shared: bool = True
+    """Other prompts part at its end (or may, for all that is known): see `SpanOrigin.shared`."""
 
     @property
     def end_tokens(self) -> int:
@@ -40,7 +52,8 @@ class CompressionJob:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        return (self.token_ids.tobytes(), self.extra_key, self.cache_salt, self.budget, self.forced)
+        digest = sha256(self.token_ids.tobytes()).digest()
+        return (digest, self.extra_key, self.cache_salt, self.budget, self.profile, self.forced)
 
 
 @dataclass
@@ -50,53 +63,119 @@ class RequestState:
     options: RequestOptions
     acceptance: Acceptance
     admitted: bool = False
-    reuse_end_tokens: int | None = None
+    reused_tokens: int = 0
+    """How far the request was served from a stretch that is worth compressing; 0: no such stretch."""
+    reused_whole: bool = False
+    """What was reused had nothing behind it: the request continues it, as the next turn of a chat does."""
+    last_span_end: int = 0
 
     @classmethod
     def of(cls, options: RequestOptions, config: GrkvConfig) -> RequestState:
         return cls(options, acceptance_of(options, config))
 
 
-def reuse_end(
-    *, matched_tokens: int, last_span_end: int, config: GrkvConfig, page_size: int, mode: str
-) -> int | None:
-    """Where a stretch ends that this request just reused, or None if it is not worth compressing.
+def reused_stretch(
+    *, matched_tokens: int, last_span_end: int, hits: int, config: GrkvConfig, mode: str
+) -> int:
+    """`matched_tokens` if the exact stretch behind the last span that a request just reused is worth
+    compressing, else 0.
 
-    `matched_tokens` of the prompt were cached when the request was admitted; what lies behind the last
-    span is exact KV that another request computed.
+    `hits` requests have reused it by now, this one included.
     """
-    if not (config.compression and config.auto_reuse) or mode == "exact":
-        return None
-    end = (matched_tokens - REUSE_MARGIN_TOKENS) // page_size * page_size
-    return end if end - last_span_end >= config.min_span_tokens else None
+    if "reuse" not in config.triggers or not config.compression or mode == "exact":
+        return 0
+    if hits < config.reuse_min_hits or matched_tokens - last_span_end < config.min_span_tokens:
+        return 0
+    return matched_tokens
 
 
 def make_job(
     state: RequestState,
     token_ids: array[int],
     *,
+    prompt_tokens: int,
     extra_key: str | None,
     cache_salt: str | None,
+    lora_id: str | None,
     config: GrkvConfig,
     page_size: int,
+    markers: MessageMarkers | None,
 ) -> CompressionJob | None:
-    """The work a finished request leaves behind, if any. `token_ids` are its prompt."""
+    """The work a finished request leaves behind, if any.
+
+    `token_ids` are its prompt (`prompt_tokens` long) and its output. A request's own mark comes first, then
+    what it reused, then what it left.
+    """
     if not config.compression:
         return None
     options = state.options
-    reason: Literal["explicit", "reuse"]
-    forced: Literal["all", "none"] | None
-    if options.prefix_end_tokens is not None:
-        end = options.prefix_end_tokens // page_size * page_size
-        budget = budget_of(options, config)
-        profile, forced, reason = options.profile or config.profile, options.forced, "explicit"
-    elif state.reuse_end_tokens is not None:
-        end = state.reuse_end_tokens
-        # Made for everyone, so by the server's settings and not by one request's.
-        budget = budget_of(NO_OPTIONS, config)
-        profile, forced, reason = config.profile, None, "reuse"
-    else:
-        return None
+    explicit = options.prefix_end_tokens is not None and "explicit" in config.triggers
+    end, reason = 0, "explicit"
+    if explicit:
+        end = options.prefix_end_tokens or 0
+    elif state.reused_tokens:
+        end, reason = _reuse_end(token_ids, state.reused_tokens, markers), "reuse"
+    elif "insert" in config.triggers and state.acceptance.mode != "exact":
+        end, reason = natural_end(token_ids, prompt_tokens, markers), "insert"
+    end = end // page_size * page_size
     if end == 0 or end >= len(token_ids):
         return None
-    return CompressionJob(token_ids[:end], extra_key, cache_salt, reason, budget, profile, forced)
+    if not explicit and end - state.last_span_end < config.min_span_tokens:
+        return None
+    return CompressionJob(
+        token_ids[:end],
+        extra_key,
+        cache_salt,
+        lora_id,
+        reason,  # type: ignore[arg-type]  # one of the literals above
+        # Unless a request asks, spans are made for everyone: by the server's settings.
+        budget_of(options if explicit else NO_OPTIONS, config),
+        (options.profile if explicit else None) or config.profile,
+        options.forced if explicit else None,
+        bool(options.pin) if explicit else False,
+        options.ttl_s if explicit else None,
+        shared=explicit or (reason == "reuse" and not state.reused_whole),
+    )
+
+
+def _reuse_end(token_ids: array[int], reused_tokens: int, markers: MessageMarkers | None) -> int:
+    """Where a reused stretch ends: at the last user message if two prompts diverged just behind its header
+    (documents in messages of their own), else a margin before the divergence."""
+    if markers is not None:
+        near = token_ids[max(0, reused_tokens - HEADER_REACH_TOKENS) : reused_tokens]
+        turn = last_turn_start(near, markers)
+        if turn is not None:
+            return reused_tokens - len(near) + turn
+    return reused_tokens - MARGIN_TOKENS
+
+
+def natural_end(token_ids: array[int], prompt_tokens: int, markers: MessageMarkers | None) -> int:
+    """Where the reusable part of a path ends that nobody has marked or reused yet.
+
+    In a chat: where the last user message starts. Elsewhere: a margin before the prompt's end.
+    """
+    if markers is not None:
+        turn = last_turn_start(token_ids, markers)
+        if turn is not None:
+            return turn
+    return prompt_tokens - MARGIN_TOKENS
+
+
+def plan_parts(*, covered: int, end: int, cuts: Iterable[int], min_tokens: int) -> list[tuple[int, int]]:
+    """Split ``[covered, end)`` into the spans to make, ``(start, end)`` in order, each next to the other.
+
+    `cuts` are positions where other prompts go other ways, or where the template ends a message. A shared
+    header shorter than `min_tokens` stays exact, so that it is held once; a longer shared part becomes a
+    span of its own, so that other prompts can use it.
+    """
+    start = covered
+    parts = []
+    for cut in sorted(set(cuts)):
+        if not covered < cut <= end - min_tokens:
+            continue
+        if cut - covered < min_tokens:
+            start = cut
+        elif cut - start >= min_tokens:
+            parts.append((start, cut))
+            start = cut
+    return [*parts, (start, end)]

@@ -38,6 +38,12 @@ class RequestOptions(BaseModel):
     budget_tokens: int | None = Field(None, ge=1, description="Least number of tokens kept in a span.")
     min_quality: float | None = Field(None, ge=0.0, le=1.0, description="Least quality of a span.")
     profile: str | None = Field(None, description="Profile to compress this prefix with.")
+    pin: bool | None = Field(
+        None, description="Evict the span of this prefix last, within the server's limit for pinned spans."
+    )
+    ttl_s: float | None = Field(
+        None, gt=0.0, description="Drop the span of this prefix once it was unused for so many seconds."
+    )
     forced: Literal["all", "none"] | None = Field(
         None, description="Test only: a span that keeps every token, or none."
     )
@@ -48,8 +54,10 @@ class RequestOptions(BaseModel):
             raise ValueError("give prefix_end or prefix_end_tokens, not both")
         if self.budget is not None and self.budget_tokens is not None:
             raise ValueError("give budget or budget_tokens, not both")
-        if self.forced is not None and self.prefix_end is None and self.prefix_end_tokens is None:
-            raise ValueError("forced needs prefix_end_tokens or prefix_end")
+        if self.prefix_end is None and self.prefix_end_tokens is None:
+            for name in ("forced", "pin", "ttl_s"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} needs prefix_end_tokens or prefix_end")
         return self
 
 

@@ -23,8 +23,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from grkv_sglang.attention.rows import RowGaps
 from grkv_sglang.cache.compressor import CompressionError, SpanSource
 from grkv_sglang.cache.grkv_cache import GrkvRadixCache
-from grkv_sglang.cache.span import SpanNode, SpanOrigin, path_facts
+from grkv_sglang.cache.ranks import Ranks
+from grkv_sglang.cache.span import DetachedKey, SpanNode, SpanOrigin, path_facts
 from grkv_sglang.config import GrkvConfig
+from grkv_sglang.core import SpanQuality
 
 Lineage = tuple[int, ...]
 """Ids of the spans that a token was computed on top of."""
@@ -60,46 +62,88 @@ class RecordingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         super().free(free_index)
 
 
+class TableWork:
+    """A compression in the making: writes its table entries layer by layer, the last layer counts."""
+
+    def __init__(self, compressor: TableCompressor, source: SpanSource, profile: str, new_slots: torch.Tensor):
+        self.compressor, self.source, self.profile, self.new_slots = compressor, source, profile, new_slots
+        self.layers = 0
+        self.quality = SpanQuality()
+
+    def advance(self, max_layers: int) -> None:
+        assert 1 <= max_layers <= TableCompressor.num_layers - self.layers
+        self.compressor.check_source(self.source)
+        failure, self.compressor.fail_next = self.compressor.fail_next, None
+        if failure == "exception":
+            raise RuntimeError("injected")
+        if failure is not None:
+            raise CompressionError(failure, "injected")
+        self.layers += max_layers
+        self.compressor.write(self.source, self.new_slots)
+
+    def origin(self, quality: SpanQuality) -> SpanOrigin:
+        assert self.layers == TableCompressor.num_layers
+        return SpanOrigin(self.profile, self.compressor.quality, 0.2, 0.1)
+
+
 class TableCompressor:
     """Stands in for the model: checks what it is given to compress, writes table entries, can fail."""
+
+    num_layers = 3
 
     def __init__(self, allocator: RecordingAllocator) -> None:
         self.allocator = allocator
         self.fail_next: str | None = None
+        self.fail_probe: str | None = None
         self.quality = 0.9
         self.calls = 0
 
     def check_profile(self, name: str) -> str:
         return name
 
-    def compress(self, source: SpanSource, profile: str, new_slots: torch.Tensor) -> SpanOrigin:
+    def start(
+        self, source: SpanSource, profile: str, new_slots: torch.Tensor, lora_id: str | None = None
+    ) -> TableWork:
         self.calls += 1
-        self._check(source)
-        for i, slot in enumerate(new_slots.tolist()):
-            self.allocator.content[slot] = ("kept", tuple(source.token_ids), source.start_tokens, i)
-        failure, self.fail_next = self.fail_next, None
-        if failure == "exception":
-            raise RuntimeError("injected")
+        self.check_source(source)
+        failure, self.fail_probe = self.fail_probe, None
         if failure is not None:
             raise CompressionError(failure, "injected")
-        return SpanOrigin(profile, self.quality, 0.2, 0.1)
+        return TableWork(self, source, profile, new_slots)
 
     def copy(self, source: SpanSource, new_slots: torch.Tensor) -> SpanOrigin:
         self.calls += 1
-        self._check(source)
-        for i, slot in enumerate(new_slots.tolist()):
-            self.allocator.content[slot] = ("kept", tuple(source.token_ids), source.start_tokens, i)
+        self.check_source(source)
+        self.write(source, new_slots)
         return SpanOrigin("copy", 1.0, 0.0, 0.0, forced=True)
 
-    def _check(self, source: SpanSource) -> None:
+    def write(self, source: SpanSource, new_slots: torch.Tensor) -> None:
+        for i, slot in enumerate(new_slots.tolist()):
+            self.allocator.content[slot] = (
+                "kept", source.start_tokens, source.end_tokens, tuple(source.token_ids), i
+            )  # fmt: skip
+
+    def check_source(self, source: SpanSource) -> None:
+        """The slots hold what they are said to hold, all the while they are read."""
         assert len(source.token_ids) == source.slots.numel()
         for i, slot in enumerate(source.slots.tolist()):
             kind, _, tokens = self.allocator.content[slot]
             assert kind == "computed"
-            assert len(tokens) == source.start_tokens + i + 1
-            assert tokens[source.start_tokens :] == tuple(source.token_ids[: i + 1])
-        for slot in source.ancestor_slots.tolist():
-            assert slot in self.allocator.content, "an ancestor slot was freed"
+            assert len(tokens) == source.exact_start_tokens + i + 1
+            assert tokens[source.exact_start_tokens :] == tuple(source.token_ids[: i + 1])
+        for slot in [*source.ancestor_slots.tolist(), *source.merged_slots.tolist()]:
+            assert slot in self.allocator.content, "a slot that is read was freed"
+
+
+class Clock(Ranks):
+    """One rank, whose time is set by the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time_s = 100.0
+
+    def now_s(self) -> float:
+        return self.time_s
 
 
 class Harness:
@@ -112,12 +156,15 @@ class Harness:
         self.allocator = RecordingAllocator(num_slots)
         self.compressor = TableCompressor(self.allocator)
         self.gaps = RowGaps(num_rows + 1, "cpu")
-        settings = {"min_span_tokens": 4, "budget": 0.34, **settings}
+        settings = {"min_span_tokens": 4, "budget": 0.34, "triggers": "explicit,reuse", **settings}
         self.config = GrkvConfig(**settings)
         params = CacheInitParams(
             disable=False, req_to_token_pool=self.pool, token_to_kv_pool_allocator=self.allocator, page_size=1
         )
-        self.cache = GrkvRadixCache(params, self.config, self.gaps, cast(Any, self.compressor))
+        self.clock = Clock()
+        self.cache = GrkvRadixCache(
+            params, self.config, self.gaps, cast(Any, self.compressor), ranks=self.clock
+        )
         self.running: list[Req] = []
         self._ids = 0
 
@@ -174,6 +221,11 @@ class Harness:
         self._extend(req)
         return True
 
+    def abort(self, req: Req) -> None:
+        """The client is gone, perhaps in the middle of the prefill."""
+        self._release(req, checkpoint=False)
+        self.cache.flush_pending_backups()
+
     def finish_prefill(self, req: Req) -> None:
         checkpoint_kv_cache(req, self.cache)
         req.output_ids.append(self._next_token(req))
@@ -208,6 +260,13 @@ class Harness:
         self.finish_prefill(req)
         self.finish(req)
         return req
+
+    def work(self, steps: int = 100) -> None:
+        """Turns of the scheduler without a batch until nothing waits."""
+        for _ in range(steps):
+            if not self.cache.on_idle(fully_idle=not self.running):
+                return
+        raise AssertionError("the work does not end")
 
     def key_of(self, tokens: Sequence[int], options: dict[str, Any] | None = None) -> MatchPrefixParams:
         """Parameters of a match on behalf of a request that is not admitted."""
@@ -278,7 +337,7 @@ class Harness:
             size = len(node.key)
             assert tuple(node.key.token_ids) == tokens[depth : depth + size]
             if isinstance(node, SpanNode):
-                expected += [("kept", tuple(node.key.token_ids), depth, i) for i in range(node.num_slots)]
+                expected += kept_entries(node, depth)
                 above.append(node.id)
             else:
                 lineage = tuple(sorted(above))
@@ -312,9 +371,12 @@ class Harness:
                     leaves.add(node)
             self._check_content(node)
         assert cache.evictable_leaves == leaves
-        assert (cache.evictable_size(), cache.protected_size()) == (evictable, protected)
+        flight = cache._work._in_flight
+        in_work = [] if flight is None or flight.new_slots is None else flight.new_slots.tolist()
+        assert (cache.evictable_size(), cache.protected_size()) == (evictable, protected + len(in_work))
         assert cache.total_size() == len(owned)
         assert sorted(cache.all_values_flatten().tolist()) == sorted(owned)
+        owned += in_work
         for req in self.running:
             row = self.pool.req_to_token[req.kv.req_pool_idx].tolist()
             owned += row[req.kv.cache_protected_len : req.kv.kv_allocated_len]
@@ -323,7 +385,10 @@ class Harness:
         assert len(owned) == len(set(owned)), "a slot has two owners"
         assert set(owned) == allocator.held, "a slot has no owner"
         assert allocator.available_size() + len(owned) == allocator.size
-        assert all(twin in set(cache.nodes()) for twin in cache._twins)
+        nodes = set(cache.nodes())
+        assert cache._twins <= nodes
+        assert cache._detached <= nodes
+        assert {span for span in nodes if isinstance(span, SpanNode)} >= set(cache.spans())
         assert int(self.gaps.tensor[0]) == 0
 
     def _check_content(self, node: Any) -> None:
@@ -342,12 +407,19 @@ class Harness:
         content = [self.allocator.content.get(slot) for slot in slots]
         if isinstance(node, SpanNode):
             assert node.start_tokens == len(tokens)
-            kept = tuple(node.key.token_ids)
-            assert content == [("kept", kept, len(tokens), i) for i in range(node.num_slots)]
+            assert content == kept_entries(node, len(tokens))
         else:
             own = tuple(node.key.token_ids)
             lineage = tuple(sorted(spans))
             assert content == [("computed", lineage, tokens + own[: i + 1]) for i in range(len(own))]
+
+
+def kept_entries(span: SpanNode, start: int) -> list[Any]:
+    """The table entries of a span's slots: its range, and the tokens that were exact when it was made."""
+    exact = tuple(span.key.token_ids)
+    if span.replaces:
+        exact = exact[span.replaces[-1].end_tokens - start :]
+    return [("kept", start, start + len(span.key), exact, i) for i in range(span.num_slots)]
 
 
 def longest_match(
@@ -358,8 +430,8 @@ def longest_match(
 
     def walk(node: Any, depth: int) -> None:
         best.append(depth)
-        for child in node.children.values():
-            if child.key.cache_salt != cache_salt:
+        for key_, child in node.children.items():
+            if child.key.cache_salt != cache_salt or isinstance(key_, DetachedKey):
                 continue
             own = list(child.key.token_ids)
             rest = list(key[depth : depth + len(own)])

@@ -43,7 +43,8 @@ def test_later_request_is_served_from_the_span_and_compresses_nothing():
     assert int(h.gaps.tensor[req.kv.req_pool_idx]) == 12 - 5
     assert req.customized_info["grkv"] == [
         {"mode": "prefer_compressed", "exact_tokens": 0, "span_tokens": 12, "span_slots": 5, "spans": 1,
-         "budget": round(5 / 12, 6), "quality": 0.9, "profile": "default"}
+         "budget": round(5 / 12, 6), "quality": 0.9, "profile": "default",
+         "reprefilled_tokens": 0}
     ]  # fmt: skip
     h.finish_prefill(req)
     h.finish(req)
@@ -152,7 +153,7 @@ def test_reuse_by_a_second_request_compresses_without_being_asked():
 
 def test_no_reuse_when_switched_off_or_too_short():
     doc = DOC * 3
-    for settings in ({"auto_reuse": False}, {"compression": False}, {"min_span_tokens": 21}):
+    for settings in ({"triggers": "explicit"}, {"compression": False}, {"min_span_tokens": 21}):
         h = Harness(**settings)
         h.run([*doc, 7, 7])
         h.run([*doc, 8, 8])
@@ -369,7 +370,14 @@ def test_state_is_plain_data_and_adds_up():
 
     h = compressed()
     state = json.loads(json.dumps(h.cache.state()))
-    assert state["pool"] == {"total_slots": 120, "free_slots": 115, "exact_slots": 0, "span_slots": 5}
+    assert state["pool"] == {
+        "total_slots": 120,
+        "free_slots": 115,
+        "exact_slots": 0,
+        "span_slots": 5,
+        "in_work_slots": 0,
+        "pinned_slots": 0,
+    }
     assert state["counters"]["compressions_done"] == 1
     assert state["counters"]["twins_freed"] == 1
     (span,) = state["spans"]
@@ -412,7 +420,7 @@ def test_an_unused_twin_ages_while_its_span_serves():
     h = Harness(free_exact_twin="under_pressure")
     h.run([*DOC, 7, 8], {"prefix_end_tokens": END})
     (span,) = spans(h)
-    (twin,) = h.cache.exact_twin(span)
+    ((twin,),) = h.cache.exact_twins(span)
     before = twin.last_access_time
     h.run([*DOC, 9, 9])
     assert twin.last_access_time == before

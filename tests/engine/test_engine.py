@@ -54,6 +54,8 @@ def test_document_is_compressed_once_and_serves_every_later_question(client: Cli
         "free_slots": 6000 - 140,
         "exact_slots": 0,
         "span_slots": 140,
+        "in_work_slots": 0,
+        "pinned_slots": 0,
     }
     assert 0 < span["error_after"] <= span["error_before"] < 1
     assert span["quality"] == pytest.approx(1 - span["error_after"])
@@ -66,6 +68,7 @@ def test_document_is_compressed_once_and_serves_every_later_question(client: Cli
         assert warm.served == {
             "mode": "prefer_compressed", "exact_tokens": 0, "span_tokens": n, "span_slots": 140, "spans": 1,
             "budget": 0.2, "quality": pytest.approx(span["quality"], abs=1e-6), "profile": "default",
+            "reprefilled_tokens": 0,
         }  # fmt: skip
     after = client.settled_state()
     done = {

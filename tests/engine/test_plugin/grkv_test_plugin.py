@@ -34,27 +34,35 @@ def register() -> None:
 
     compressor.compress_layer = faulty_compress_layer
 
-    compress = compressor.Compressor.compress
+    origin = compressor.Compression.origin
 
-    def recording_compress(self, source, profile, new_slots):
+    def recording_origin(self, quality):
+        """Called when all layers of a span are written."""
         state["layer"] = 0
-        origin = compress(self, source, profile, new_slots)
         if (folder / "dump").exists():
-            pool = self._pool
-            layers = range(self._runner.model_config.num_hidden_layers)
+            pool = self._compressor._pool
+            layers = range(self._compressor.num_layers)
             torch.save(
                 {
-                    "token_ids": list(source.token_ids),
-                    "start_tokens": source.start_tokens,
-                    "keys": [pool.get_key_buffer(i)[new_slots].clone() for i in layers],
-                    "values": [pool.get_value_buffer(i)[new_slots].clone() for i in layers],
+                    "token_ids": list(self.source.token_ids),
+                    "start_tokens": self.source.start_tokens,
+                    "keys": [pool.get_key_buffer(i)[self.new_slots].clone() for i in layers],
+                    "values": [pool.get_value_buffer(i)[self.new_slots].clone() for i in layers],
                 },
                 folder / "span.pt",
             )
             (folder / "dump").unlink()
-        return origin
+        return origin(self, quality)
 
-    setattr(compressor.Compressor, "compress", recording_compress)  # noqa: B010
+    setattr(compressor.Compression, "origin", recording_origin)  # noqa: B010
+
+    start = compressor.Compressor.start
+
+    def counting_start(self, *args, **kwargs):
+        state["layer"] = 0
+        return start(self, *args, **kwargs)
+
+    setattr(compressor.Compressor, "start", counting_start)  # noqa: B010
 
     prefill: dict[int, dict[int, torch.Tensor]] = {}
     extend = torch_backend.GrkvTorchAttnBackend.forward_extend
