@@ -67,6 +67,12 @@ def add_routes(manager: Any) -> None:
     async def states() -> list[Any]:
         return [state[OPTIONS_KEY] for state in await manager.get_internal_state()]
 
+    def pins_refused(held: list[Any]) -> int:
+        return sum(state["counters"]["pins_refused"] for state in held)
+
+    def refusal(status: int, message: str) -> Any:
+        return JSONResponse({"error": {"message": message}}, status_code=status)
+
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def state() -> Any:
         """Settings, pool, counters and spans, one entry per data-parallel rank."""
@@ -80,13 +86,16 @@ def add_routes(manager: Any) -> None:
             if not isinstance(raw, dict):
                 raise CommandError("grkv command: expected an object")
             parse_command(raw)
-        except (CommandError, json.JSONDecodeError) as error:
-            return JSONResponse({"error": {"message": str(error)}}, status_code=400)
+        except (CommandError, ValueError, RecursionError) as error:  # the body may be anything
+            return refusal(400, str(error))
+        before = pins_refused(await states())
         done = await manager.set_internal_state(SetInternalStateReq(server_args=encode_command(raw)))
-        if not all(done):
-            message = f"grkv command: nothing is held that {raw} names"
-            return JSONResponse({"error": {"message": message}}, status_code=404)
-        return JSONResponse(await states())
+        held = await states()
+        if all(done):
+            return JSONResponse(held)
+        if pins_refused(held) > before:
+            return refusal(409, "grkv command: the limit for pinned spans (pin_share) is reached")
+        return refusal(404, f"grkv command: no span has tokens_sha256 {raw.get('tokens_sha256')}")
 
     # By name in the module's namespace, which annotations as text need.
     command.__annotations__["request"] = Request

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_origin
 
 import typer
 from rich.console import Console
@@ -142,8 +142,14 @@ def _with_config_options() -> Any:
     )
     options: dict[str, Any] = {"config": Annotated[Path | None, config_file]}
     for name, field in GrkvConfig.model_fields.items():
-        default = f" Default: {field.get_default()}." if field.get_default() is not None else ""
-        annotation: Any = field.annotation
+        value = field.get_default()
+        default = (
+            f" Default: {','.join(value) if isinstance(value, tuple) else value}."
+            if value is not None
+            else ""
+        )
+        # Lists are given as text, which the model splits.
+        annotation: Any = str if get_origin(field.annotation) is tuple else field.annotation
         options[name] = Annotated[annotation | None, typer.Option(help=f"{field.description}{default}")]
     parameters = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

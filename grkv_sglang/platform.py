@@ -98,4 +98,4 @@ def _unpin_lora() -> None:
     for name in ("tensor", "zeros", "empty"):
         setattr(substitute, name, unpinned(getattr(torch, name)))
     layers.torch = torch_backend.torch = substitute
-    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign,assignment,return-value]

@@ -43,6 +43,11 @@ def test_hooks_that_were_not_applied_are_seen(monkeypatch):
         contract.check_hooks_applied()
 
 
+def test_every_hook_is_in_the_contract():
+    assert len(set(contract.HOOKS)) == len(contract.HOOKS) == 7
+    assert set(contract.HOOKS) <= {symbol.path for symbol in contract.HOST_SYMBOLS}
+
+
 def served_arguments(**changes):
     plain = dict(  # noqa: C408
         disable_radix_cache=False,
@@ -66,8 +71,7 @@ def served_arguments(**changes):
         attn_cp_size=1,
         dcp_size=1,
         kv_events_config=None,
-        enable_lora=None,
-        lora_paths=None,
+        enable_lora_overlap_loading=False,
         kv_cache_dtype="auto",
     )
     return SimpleNamespace(**{**plain, **changes})
@@ -91,6 +95,13 @@ def served_model(text=None, architectures=("LlamaForCausalLM",), **changes):
 
 def test_a_plain_model_and_server_are_served():
     assert refusals_for(served_arguments(), served_model()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"tp_size": 2}, {"enable_lora": True, "lora_paths": ["a=/adapters/a"]}, {"tp_size": 8}]
+)
+def test_tensor_parallelism_and_lora_are_served(arguments):
+    assert refusals_for(served_arguments(**arguments), served_model()) == []
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -121,14 +132,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"enable_hisparse": True}, {}, "HiSparse"),
     ({"dllm_algorithm": "x"}, {}, "diffusion"),
     ({"pp_size": 2}, {}, "pipeline"),
-    ({"tp_size": 2}, {}, "tensor parallelism"),
     ({"dp_size": 2}, {}, "data-parallel"),
     ({"enable_dp_attention": True}, {}, "data-parallel"),
     ({"ep_size": 2}, {}, "expert"),
     ({"attn_cp_size": 2}, {}, "context parallelism"),
     ({"dcp_size": 2}, {}, "decode context"),
     ({"kv_events_config": "{}"}, {}, "KV cache events"),
-    ({"enable_lora": True}, {}, "LoRA"),
+    ({"enable_lora_overlap_loading": True}, {}, "LoRA overlap loading"),
     ({"kv_cache_dtype": "fp8_e4m3"}, {}, "quantised KV"),
 ]
 

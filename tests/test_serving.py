@@ -63,12 +63,14 @@ def test_command_with_sizes_and_extra_arguments() -> None:
 
 def test_environment_carries_only_the_specs_settings() -> None:
     base = {"PATH": "/usr/bin", "GRKV_BUDGET": "0.9", "HOME": "/home/x"}
-    environment = build_environment(spec("grkv", grkv_config={"budget": 0.1, "auto_reuse": False}), base)
+    environment = build_environment(
+        spec("grkv", grkv_config={"budget": 0.1, "triggers": ["explicit", "insert"]}), base
+    )
     assert environment == {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin",
         "HOME": "/home/x",
         "GRKV_BUDGET": "0.1",
-        "GRKV_AUTO_REUSE": "false",
+        "GRKV_TRIGGERS": "explicit,insert",
     }
 
 
@@ -174,14 +176,15 @@ def test_serve_replaces_itself_with_sglang(monkeypatch: pytest.MonkeyPatch) -> N
         os, "execve", lambda _path, command, environment: calls.append((command, environment))
     )
     monkeypatch.setattr("grkv_sglang.cli.detect_device", lambda: "cuda")
-    arguments = ["serve", "--budget", "0.2", "--no-auto-reuse", "--", "--model-path", "m", "--port", "1"]
+    settings = ["--budget", "0.2", "--triggers", "explicit,reuse"]
+    arguments = ["serve", *settings, "--", "--model-path", "m", "--port", "1"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     ((command, environment),) = calls
     assert command[1:3] == ["-m", "sglang.launch_server"]
     assert command[-4:] == ["--model-path", "m", "--port", "1"]
     assert environment["GRKV_BUDGET"] == "0.2"
-    assert environment["GRKV_AUTO_REUSE"] == "false"
+    assert environment["GRKV_TRIGGERS"] == "explicit,reuse"
     assert "GRKV_MODE" not in environment
 
 

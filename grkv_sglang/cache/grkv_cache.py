@@ -135,10 +135,8 @@ class GrkvRadixCache(SpanTree):
             self.counters.span_hits[state.acceptance.mode] += 1
             self.counters.span_tokens_served += facts.span_tokens
         state.last_span_end = facts.last_span_end
-        # Samples of one request (n > 1) come behind a first pass over the whole prompt: no other request.
-        sample = (
-            req.sampling_params.n > 1 and facts.logical_tokens >= len(req.origin_input_ids) - self.page_size
-        )
+        # SGLang sends n > 1 as a first pass of no new tokens, which counts, and n samples behind it.
+        sample = req.sampling_params.n > 1 and req.sampling_params.max_new_tokens > 0
         state.reused_tokens = reused_stretch(
             matched_tokens=0 if sample else facts.logical_tokens,
             last_span_end=facts.last_span_end,
@@ -339,8 +337,9 @@ class GrkvRadixCache(SpanTree):
 
     def state(self) -> dict[str, Any]:
         """Plain data for ``/server_info``: settings, pool, counters, spans (latest first), census."""
-        spans = sorted(self.spans(), key=lambda s: s.created_at, reverse=True)
-        span_slots = sum(s.num_slots for s in spans)
+        held_spans = [node for node in self.nodes() if isinstance(node, SpanNode)]
+        span_slots = sum(s.num_slots for s in held_spans)
+        spans = sorted(filter(self.in_reach, held_spans), key=lambda s: s.created_at, reverse=True)
         held = self._work.held_slots
         return {
             "config": self.config.model_dump(),
@@ -382,7 +381,6 @@ class GrkvRadixCache(SpanTree):
             "pinned": span.pinned,
             "ttl_s": span.ttl_s,
             "namespace": retention.namespace_of(span),
-            "reachable": self.in_reach(span),
             "tokens_sha256": sha256(self.path_tokens(span).tobytes()).hexdigest(),
             **vars(span.origin),
         }

@@ -79,6 +79,10 @@ def execute(cache: GrkvRadixCache, command: Command) -> int:
             deleted += sum(_delete_copy(cache, chain, span) for chain in copies)
         elif command.action == "pin":
             apply(cache, span, pin=True, ttl_s=None)
+            if not span.pinned:
+                raise CommandError(
+                    f"grkv command: pinned spans may hold {cache.config.pin_share:.0%} of the pool"
+                )
         else:
             span.pinned = False
     return deleted

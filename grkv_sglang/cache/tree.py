@@ -477,38 +477,36 @@ class SpanTree(RadixCache):  # type: ignore[misc]
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Stock: leaves by the eviction policy. Here what a span stands for first, then exact leaves, then
-        spans, then pinned spans, each group by the policy; counts slots.
+        spans, then a compression in flight, then pinned spans, each group by the policy; counts slots.
 
-        Goes on through twins and exact leaves until `reserve_slots` are free beyond what was asked for, and
-        gives up a compression in flight before it fails.
+        Twins and exact leaves make room for `reserve_slots` free slots beyond what was asked for.
         """
         if self.disable:
             return EvictResult()
         started = time.perf_counter()
         wanted = params.num_tokens
         reserve = max(0, self.reserve_slots() - self.token_to_kv_pool_allocator.available_size())
-        evicted = self._evict_leaves(wanted, wanted + reserve)
+        evicted = self._evict_leaves(wanted + reserve, _EXACT)
         if evicted < wanted:
-            surrendered = self.surrender_slots()
-            if surrendered:
-                evicted += surrendered
-                evicted += self._evict_leaves(wanted - evicted, 0)
+            evicted += self._evict_leaves(wanted - evicted, _SPAN)
+        if evicted < wanted:
+            evicted += self.surrender_slots()
+            evicted += self._evict_leaves(wanted - evicted, _PINNED)
         self.update_eviction_metrics(evicted, started)
         return EvictResult(num_tokens_evicted=evicted)
 
     def evict_twins(self, num_slots: int) -> int:
         """Free up to about `num_slots` of what spans stand for; returns how many."""
-        return self._evict_leaves(0, num_slots, last_group=_TWIN)
+        return self._evict_leaves(num_slots, _TWIN)
 
-    def _evict_leaves(self, num_slots: int, with_reserve: int, last_group: int = 3) -> int:
-        """Evict `num_slots`, and of twins and exact leaves (up to `last_group`) up to `with_reserve`."""
+    def _evict_leaves(self, num_slots: int, last_group: int) -> int:
+        """Evict leaves of the groups up to `last_group` until `num_slots` are free; returns how many are."""
         heap = [(self._eviction_rank(n), n) for n in self.evictable_leaves]
         heapq.heapify(heap)
         evicted = 0
-        while heap:
+        while heap and evicted < num_slots:
             (group, _), node = heapq.heappop(heap)
-            target = with_reserve if group <= min(_EXACT, last_group) else num_slots
-            if evicted >= target:
+            if group > last_group:
                 break
             parent = node.parent
             if isinstance(node, SpanNode):
@@ -523,7 +521,7 @@ class SpanTree(RadixCache):  # type: ignore[misc]
         return 0
 
     def surrender_slots(self) -> int:
-        """Asked when eviction found too little: give back slots held for other work; returns how many."""
+        """Asked before pinned spans go: give back slots held for other work; returns how many."""
         return 0
 
     def _eviction_rank(self, node: TreeNode) -> tuple[int, Any]:

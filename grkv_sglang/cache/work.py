@@ -105,14 +105,15 @@ class CompressionWork:
     # -- the queue ---------------------------------------------------------------------------------
 
     def add(self, job: CompressionJob, requests_seen: int) -> bool:
-        """Queue a job unless it is there already or its prefix failed not long ago."""
+        """Queue a job, together with one for the same prefix, unless it failed not long ago."""
         again_at = self._cooling.get(job.identity)
         if again_at is not None:
             if requests_seen < again_at:
                 self._counters.compressions_skipped["cooling_down"] += 1
                 return False
             del self._cooling[job.identity]
-        self._jobs[job.identity] = job
+        waiting = self._jobs.get(job.identity)
+        self._jobs[job.identity] = job if waiting is None else waiting.with_wishes_of(job)
         return True
 
     def is_cooling(self, job: CompressionJob, requests_seen: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Literal
 
@@ -55,6 +55,16 @@ class CompressionJob:
         digest = sha256(self.token_ids.tobytes()).digest()
         return (digest, self.extra_key, self.cache_salt, self.budget, self.profile, self.forced)
 
+    def with_wishes_of(self, other: CompressionJob) -> CompressionJob:
+        """This job, for a second request that wants the same prefix too."""
+        return replace(
+            self,
+            reason="explicit" if "explicit" in (self.reason, other.reason) else self.reason,
+            pin=self.pin or other.pin,
+            ttl_s=self.ttl_s if other.ttl_s is None else max(self.ttl_s or 0.0, other.ttl_s),
+            shared=self.shared or other.shared,
+        )
+
 
 @dataclass
 class RequestState:
@@ -103,31 +113,33 @@ def make_job(
 ) -> CompressionJob | None:
     """The work a finished request leaves behind, if any.
 
-    `token_ids` are its prompt (`prompt_tokens` long) and its output. A request's own mark comes first, then
-    what it reused, then what it left.
+    `token_ids` is what the tree holds of its prompt (`prompt_tokens` long) and its output, whole pages. A
+    request's own mark comes first, then what it reused, then what it left.
     """
     if not config.compression:
         return None
     options = state.options
     explicit = options.prefix_end_tokens is not None and "explicit" in config.triggers
-    end, reason = 0, "explicit"
+    ends: list[tuple[Trigger, int]] = []
     if explicit:
-        end = options.prefix_end_tokens or 0
-    elif state.reused_tokens:
-        end, reason = _reuse_end(token_ids, state.reused_tokens, markers), "reuse"
-    elif "insert" in config.triggers and state.acceptance.mode != "exact":
-        end, reason = natural_end(token_ids, prompt_tokens, markers), "insert"
-    end = end // page_size * page_size
-    if end == 0 or end >= len(token_ids):
+        ends.append(("explicit", options.prefix_end_tokens or 0))
+    else:
+        if state.reused_tokens:
+            ends.append(("reuse", _reuse_end(token_ids, state.reused_tokens, markers)))
+        if "insert" in config.triggers and state.acceptance.mode != "exact":
+            ends.append(("insert", natural_end(token_ids, prompt_tokens, markers)))
+    aligned = [(reason, end // page_size * page_size) for reason, end in ends]
+    least = 1 if explicit else state.last_span_end + config.min_span_tokens
+    fitting = [(reason, end) for reason, end in aligned if least <= end <= len(token_ids)]
+    if not fitting:
         return None
-    if not explicit and end - state.last_span_end < config.min_span_tokens:
-        return None
+    reason, end = fitting[0]
     return CompressionJob(
         token_ids[:end],
         extra_key,
         cache_salt,
         lora_id,
-        reason,  # type: ignore[arg-type]  # one of the literals above
+        reason,
         # Unless a request asks, spans are made for everyone: by the server's settings.
         budget_of(options if explicit else NO_OPTIONS, config),
         (options.profile if explicit else None) or config.profile,

@@ -65,7 +65,9 @@ class RecordingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
 class TableWork:
     """A compression in the making: writes its table entries layer by layer, the last layer counts."""
 
-    def __init__(self, compressor: TableCompressor, source: SpanSource, profile: str, new_slots: torch.Tensor):
+    def __init__(
+        self, compressor: TableCompressor, source: SpanSource, profile: str, new_slots: torch.Tensor
+    ) -> None:
         self.compressor, self.source, self.profile, self.new_slots = compressor, source, profile, new_slots
         self.layers = 0
         self.quality = SpanQuality()

@@ -487,6 +487,21 @@ def test_span_quality_relates_sums_to_each_other() -> None:
     spans.add(replace(made, error_before=9.0, error_after=4.0, reference=10.0))
     spans.add(replace(made, error_before=7.0, error_after=0.0, reference=90.0))
     assert (spans.error_before, spans.error_after, spans.quality) == (0.4, 0.2, 0.8)
+    assert spans.sums == (16.0, 4.0, 100.0)
+
+
+def test_span_quality_of_several_ranks_relates_the_sums_of_all() -> None:
+    ranks = [SpanQuality(), SpanQuality()]
+    ranks[0].add_sums(9.0, 4.0, 10.0)
+    ranks[1].add_sums(3.0, 0.0, 30.0)
+    ranks[1].add_sums(4.0, 0.0, 60.0)
+    assert [rank.sums for rank in ranks] == [(9.0, 4.0, 10.0), (7.0, 0.0, 90.0)]
+    whole = SpanQuality()
+    assert (whole.sums, whole.quality) == ((0.0, 0.0, 0.0), 1.0)
+    for rank in ranks:
+        whole.add_sums(*rank.sums)
+    assert whole.sums == (16.0, 4.0, 100.0)
+    assert (whole.error_before, whole.error_after, whole.quality) == (0.4, 0.2, 0.8)
 
 
 @pytest.mark.parametrize(

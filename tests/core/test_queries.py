@@ -50,6 +50,26 @@ def test_no_fit_queries_where_nothing_regresses() -> None:
     assert queries_needed(release_copy) == 32 + 16
 
 
+def test_no_query_before_the_first_exact_candidate() -> None:
+    profile = replace(get_profile("default"), n_strata=5, n_held_out=1)
+    plan = plan_queries(140, profile, first=40)
+    # The plan of a span of 100 tokens, moved by 40.
+    assert plan.positions.tolist() == [50, 70, 89, 90, 110, 130]
+    assert plan.positions[plan.held_out].tolist() == [89]
+    window = replace(get_profile("paper"), n_window=4, n_held_out=2)
+    plan = plan_queries(27, window, first=7)
+    assert plan.positions.tolist() == [12, 22, 23, 24, 25, 26]
+    assert plan.held_out.tolist() == [True, True, False, False, False, False]
+
+
+def test_a_held_out_query_does_not_move_before_the_first() -> None:
+    profile = replace(get_profile("paper"), n_window=3, n_held_out=2)
+    plan = plan_queries(15, profile, first=10)
+    # Middles 11 and 13; 13 is in the window and 10 is the only place left.
+    assert plan.positions.tolist() == [10, 11, 12, 13, 14]
+    assert plan.positions[plan.held_out].tolist() == [10, 11]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["window", "strata"]),
@@ -58,8 +78,11 @@ def test_no_fit_queries_where_nothing_regresses() -> None:
     st.integers(1, 9),
     st.integers(1, 9),
     st.integers(0, 60),
+    st.integers(0, 50),
 )
-def test_any_plan(score: str, fit: str, n_window: int, n_strata: int, n_held_out: int, beyond: int) -> None:
+def test_any_plan(
+    score: str, fit: str, n_window: int, n_strata: int, n_held_out: int, beyond: int, first: int
+) -> None:
     profile = replace(
         get_profile("default"),
         score_queries=score,  # type: ignore[arg-type]
@@ -69,7 +92,11 @@ def test_any_plan(score: str, fit: str, n_window: int, n_strata: int, n_held_out
         n_held_out=n_held_out,
     )
     n_tokens = queries_needed(profile) + beyond
+    moved = plan_queries(first + n_tokens, profile, first=first)
     plan = plan_queries(n_tokens, profile)
+    assert (moved.positions - first).tolist() == plan.positions.tolist()
+    for name in ("score", "fit", "held_out"):
+        assert torch.equal(getattr(moved, name), getattr(plan, name))
     positions = plan.positions
     assert positions.dtype == torch.int64
     assert positions.device.type == "cpu"
@@ -95,6 +122,14 @@ def test_shortest_span(name: str, needed: int) -> None:
     plan_queries(needed, profile)
     with pytest.raises(ValueError, match=f"at least {needed} tokens .* '{name}', got {needed - 1}"):
         plan_queries(needed - 1, profile)
+    assert int(plan_queries(needed + 70, profile, first=70).positions[0]) >= 70
+    with pytest.raises(ValueError, match=f"at least {needed} tokens .* '{name}', got {needed - 1}"):
+        plan_queries(needed + 69, profile, first=70)
+
+
+def test_a_first_position_before_the_span_is_refused() -> None:
+    with pytest.raises(ValueError, match="first >= 0, got -1"):
+        plan_queries(200, get_profile("default"), first=-1)
 
 
 def test_every_profile_plans_a_usual_span() -> None:

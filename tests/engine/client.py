@@ -65,6 +65,9 @@ class Client:
         state: dict[str, Any] = response.json()["internal_states"][0]["grkv"]
         return state
 
+    def command(self, **command: Any) -> httpx.Response:
+        return self.http.post("/grkv/command", json=command)
+
     def settled_state(self) -> dict[str, Any]:
         """The state once nothing is left to do and an idle census has been taken after it."""
         before = self.state()["census"]["checks"]
@@ -85,8 +88,33 @@ class Client:
             time.sleep(0.1)
         raise AssertionError("the cache was not flushed: requests still pending")
 
-    def flag(self, name: str) -> Path:
+    def flag(self, name: str, layer: int | None = None) -> Path:
         """Tell the test plugin inside the server to do something."""
         path = self.folder / name
-        path.touch()
+        path.write_text("" if layer is None else str(layer))
         return path
+
+
+WORDS = (
+    "The ferry left the harbour at six in the morning with forty sacks of barley, two horses and a clock "
+    "that had once stood in the town hall of a place nobody on board could name. Its keeper, Marta "
+    "Lindqvist, said that it ran slow in the cold and fast in good company, and that she had wound it "
+    "every evening for thirty years. When the fog came down the captain asked her for the hour, and she "
+    "told him, and he steered by it. "
+)
+
+
+def document(client: Client, tokens: int, seed: int = 0) -> list[int]:
+    """A text of `tokens` tokens; of two seeds not even the first token is the same."""
+    text = "".join(f"Chapter {i * (seed + 1)}. {WORDS}" for i in range(tokens // 60 + 1))
+    return [3000 + seed, *client.tokenizer.encode(text)][:tokens]
+
+
+def question(client: Client, text: str) -> list[int]:
+    return list(client.tokenizer.encode(f"\n\nQuestion: {text}\nAnswer:"))
+
+
+def distinct_tails(client: Client, count: int) -> list[list[int]]:
+    """Continuations that differ in their first token, so that the common prefix ends where they start."""
+    starts = list(range(1000, 1000 + 40 * count, 40))
+    return [[start, *question(client, f"What happens in part {i}?")] for i, start in enumerate(starts)]

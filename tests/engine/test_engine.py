@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.client import Client
+from tests.engine.client import Client, distinct_tails, document, question
+from tests.engine.conftest import engine
 
 pytestmark = pytest.mark.engine
 
 KNOWN_FAILURES = {"exception", "non_finite", "no_room", "budget_too_small"}
 
-WORDS = (
-    "The ferry left the harbour at six in the morning with forty sacks of barley, two horses and a clock "
-    "that had once stood in the town hall of a place nobody on board could name. Its keeper, Marta "
-    "Lindqvist, said that it ran slow in the cold and fast in good company, and that she had wound it "
-    "every evening for thirty years. When the fog came down the captain asked her for the hour, and she "
-    "told him, and he steered by it. "
-)
 
-
-def document(client: Client, tokens: int, seed: int = 0) -> list[int]:
-    """A text of `tokens` tokens; another seed shares only its beginning."""
-    text = "".join(f"Chapter {i * (seed + 1)}. {WORDS}" for i in range(tokens // 60 + 1))
-    return list(client.tokenizer.encode(text))[:tokens]
-
-
-def question(client: Client, text: str) -> list[int]:
-    return list(client.tokenizer.encode(f"\n\nQuestion: {text}\nAnswer:"))
-
-
-def distinct_tails(client: Client, count: int) -> list[list[int]]:
-    """Continuations that differ in their first token, so that the common prefix ends where they start."""
-    starts = list(range(1000, 1000 + 40 * count, 40))
-    return [[start, *question(client, f"What happens in part {i}?")] for i, start in enumerate(starts)]
+@pytest.fixture(scope="module")
+def client(model_path: Path, tokenizer: Any, server_dir: Path) -> Iterator[Client]:
+    config = {"allow_forced": True, "min_span_tokens": 200, "budget": 0.2, "triggers": "explicit,reuse"}
+    with engine(
+        model_path,
+        tokenizer,
+        server_dir,
+        grkv_config=config,
+        max_total_tokens=6000,
+        context_length=4096,
+        chunked_prefill_size=512,
+    ) as client:
+        yield client
 
 
 def test_document_is_compressed_once_and_serves_every_later_question(client: Client):

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grkv_sglang.policy.boundaries import BoundaryError, find_prefix_end, learn_markers
+from grkv_sglang.policy.boundaries import (
+    BoundaryError,
+    find_prefix_end,
+    last_turn_start,
+    learn_markers,
+    system_end,
+)
+from grkv_sglang.policy.jobs import natural_end
 from grkv_sglang.policy.options import OptionsError
 from grkv_sglang.policy.resolve import resolve_options
 
@@ -67,6 +75,51 @@ def test_prompts_without_the_message_are_refused(tokenizer):
         find_prefix_end(unfinished[:cut], markers, "document")
     with pytest.raises(OptionsError, match=r"prefix_end='system'.*give prefix_end_tokens instead"):
         resolve_options({"grkv": {"prefix_end": "system"}}, tokenizer.encode("plain text"), tokenizer)
+
+
+def test_system_end(tokenizer):
+    markers = learn_markers(tokenizer)
+    one = render(tokenizer, ("system", "Be brief."), ("user", "Who?"))
+    two = render(tokenizer, ("system", "Be brief."), ("user", "A fox."), ("assistant", "Yes."), ("user", "?"))
+    end = system_end(one, markers)
+    assert end == system_end(two, markers) == find_prefix_end(one, markers, "system")
+    assert tokenizer.decode(one[:end]) == "<|im_start|>system\nBe brief.<|im_end|>"
+
+
+def test_prompts_without_a_system_message_have_no_system_end(tokenizer):
+    markers = learn_markers(tokenizer)
+    prompt = render(tokenizer, ("system", "Be brief."), ("user", "Who?"))
+    bare = prompt[last_turn_start(prompt, markers) :]
+    assert tokenizer.decode(bare).startswith("<|im_start|>user\nWho?")
+    others: list[list[int]] = [bare, [], tokenizer.encode("plain text"), prompt[:1]]
+    for ids in others:
+        assert system_end(ids, markers) is None
+
+
+def test_last_turn_start(tokenizer):
+    markers = learn_markers(tokenizer)
+    turns = [("system", "S"), ("user", "A fox."), ("assistant", "Yes."), ("user", "Where?")]
+    first = render(tokenizer, *turns[:2])
+    second = render(tokenizer, *turns)
+    assert tokenizer.decode(first[last_turn_start(first, markers) :]).startswith("<|im_start|>user\nA fox.")
+    start = last_turn_start(second, markers)
+    assert tokenizer.decode(second[start:]).startswith("<|im_start|>user\nWhere?")
+    # Another question at the same place shares exactly what lies before.
+    other = render(tokenizer, *turns[:3], ("user", "Why?"))
+    assert last_turn_start(other, markers) == start
+    assert other[:start] == second[:start]
+    assert natural_end(array("q", second), len(second), markers) == start
+
+
+def test_last_turn_start_at_the_edges(tokenizer):
+    markers = learn_markers(tokenizer)
+    header = list(markers.user_header)
+    assert last_turn_start(header, markers) == 0
+    assert last_turn_start([*header, 1, *header], markers) == len(header) + 1
+    assert last_turn_start([*header, 1, *header[:-1]], markers) == 0
+    without: list[list[int]] = [[], header[:-1], [1] * 50]
+    for ids in without:
+        assert last_turn_start(ids, markers) is None
 
 
 def test_a_tokenizer_without_template_is_refused(tokenizer):

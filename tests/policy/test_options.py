@@ -22,6 +22,8 @@ def test_all_fields():
         "budget": 0.2,
         "min_quality": 0.5,
         "profile": "paper",
+        "pin": True,
+        "ttl_s": 1.5,
     }
     assert parse_options({"grkv": raw}).model_dump(exclude_none=True) == raw
 
@@ -42,6 +44,12 @@ def test_all_fields():
         ({"prefix_end_tokens": True}, "prefix_end_tokens: Input should be a valid integer"),
         ({"min_quality": 1.1}, "min_quality: Input should be less than or equal to 1"),
         ({"forced": "all"}, "forced needs prefix_end_tokens"),
+        ({"pin": True}, "pin needs prefix_end_tokens or prefix_end"),
+        ({"pin": False, "budget": 0.1}, "pin needs prefix_end_tokens or prefix_end"),
+        ({"ttl_s": 60.0}, "ttl_s needs prefix_end_tokens or prefix_end"),
+        ({"prefix_end_tokens": 5, "pin": 1}, "pin: Input should be a valid boolean"),
+        ({"prefix_end_tokens": 5, "ttl_s": 0}, "ttl_s: Input should be greater than 0"),
+        ({"prefix_end_tokens": 5, "ttl_s": "60"}, "ttl_s: Input should be a valid number"),
         ([1], "must be an object with the fields mode, prefix_end_tokens"),
         ("x", "must be an object"),
     ],
@@ -72,6 +80,14 @@ def test_resolved_options_are_flat_scalars():
     assert resolved == {"prefix_end_tokens": 4, "budget": 0.5}
     with pytest.raises(OptionsError, match="no tokenizer"):
         resolve_options({"grkv": {"prefix_end": "system"}}, list(range(10)), None)
+
+
+def test_pin_and_ttl_go_with_either_end():
+    for end in ({"prefix_end": "document"}, {"prefix_end_tokens": 5}):
+        options = parse_options({"grkv": {**end, "pin": True, "ttl_s": 60}})
+        assert (options.pin, options.ttl_s) == (True, 60.0)
+    raw = {"prefix_end_tokens": 4, "pin": False, "ttl_s": 60.0}
+    assert resolve_options({"grkv": raw}, list(range(10)), None) == raw
 
 
 def test_acceptance_combines_request_and_server():

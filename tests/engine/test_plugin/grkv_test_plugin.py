@@ -1,6 +1,7 @@
 """A second SGLang plugin, for tests only: injects faults into our compressor and records what it saw.
 
-Driven by files in the folder named by TEST_GRKV_DIR. Patches grkv_sglang, never SGLang.
+Driven by files in the folder named by TEST_GRKV_DIR, which are taken down once they have had their effect. A
+fault's file holds the layer it is for. Of SGLang only the freeing of slots is touched: freed KV becomes NaN.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -16,29 +18,47 @@ import torch
 def register() -> None:
     folder = Path(os.environ["TEST_GRKV_DIR"])
     from grkv_sglang.attention import torch_backend
-    from grkv_sglang.cache import compressor
+    from grkv_sglang.cache import compressor, work
 
     compress_layer = compressor.compress_layer
     state = {"layer": 0}
 
+    def take(name):
+        """Whether the test raised this flag for the current layer; takes the flag down."""
+        flag = folder / name
+        if not flag.exists() or state["layer"] != int(flag.read_text() or "7"):
+            return False
+        flag.unlink(missing_ok=True)
+        return True
+
     def faulty_compress_layer(*args, **kwargs):
+        if (folder / "slow").exists():
+            time.sleep(0.15)
         result = compress_layer(*args, **kwargs)
         state["layer"] += 1
-        if state["layer"] == 7 and (folder / "raise").exists():
-            (folder / "raise").unlink()
+        if take("raise"):
             raise RuntimeError("injected by a test")
-        if state["layer"] == 7 and (folder / "nan").exists():
-            (folder / "nan").unlink()
+        if take("nan"):
             result = dataclasses.replace(result, keys=torch.full_like(result.keys, torch.nan))
         return result
 
     compressor.compress_layer = faulty_compress_layer
 
+    allocate = work.CompressionWork._allocate
+
+    def faulty_allocate(self, n_slots, *, may_evict):
+        state["layer"] = 0
+        if take("no_room"):
+            raise compressor.CompressionError("no_room", "injected by a test")
+        return allocate(self, n_slots, may_evict=may_evict)
+
+    setattr(work.CompressionWork, "_allocate", faulty_allocate)  # noqa: B010
+    _poison_freed_slots()
+
     origin = compressor.Compression.origin
 
     def recording_origin(self, quality):
         """Called when all layers of a span are written."""
-        state["layer"] = 0
         if (folder / "dump").exists():
             pool = self._compressor._pool
             layers = range(self._compressor.num_layers)
@@ -56,14 +76,6 @@ def register() -> None:
 
     setattr(compressor.Compression, "origin", recording_origin)  # noqa: B010
 
-    start = compressor.Compressor.start
-
-    def counting_start(self, *args, **kwargs):
-        state["layer"] = 0
-        return start(self, *args, **kwargs)
-
-    setattr(compressor.Compressor, "start", counting_start)  # noqa: B010
-
     prefill: dict[int, dict[int, torch.Tensor]] = {}
     extend = torch_backend.GrkvTorchAttnBackend.forward_extend
 
@@ -80,6 +92,8 @@ def register() -> None:
     probe = compressor._ProbeBackend.forward
 
     def comparing_probe(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        if layer.layer_id == 2 and take("probe"):
+            raise RuntimeError("injected by a test")
         if (folder / "queries").exists():
             rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
             positions = forward_batch.positions.tolist()
@@ -95,3 +109,29 @@ def register() -> None:
         return probe(self, q, k, v, layer, forward_batch, save_kv_cache)
 
     setattr(compressor._ProbeBackend, "forward", comparing_probe)  # noqa: B010
+
+
+def _poison_freed_slots() -> None:
+    """Fill freed slots with NaN: whoever reads one gives a NaN away."""
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+    def poison(allocator, slots):
+        pool = allocator.get_kvcache()
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer[slots] = torch.nan
+
+    free, release = TokenToKVPoolAllocator.free, PagedTokenToKVPoolAllocator._release_page_ids
+
+    def poisoning_free(self, free_index):
+        if self.free_group is None and free_index.numel():
+            poison(self, free_index.long())
+        free(self, free_index)
+
+    def poisoning_release(self, page_ids):
+        offsets = torch.arange(self.page_size, device=page_ids.device)
+        poison(self, (page_ids[:, None] * self.page_size + offsets).flatten().long())
+        release(self, page_ids)
+
+    setattr(TokenToKVPoolAllocator, "free", poisoning_free)  # noqa: B010
+    setattr(PagedTokenToKVPoolAllocator, "_release_page_ids", poisoning_release)  # noqa: B010
