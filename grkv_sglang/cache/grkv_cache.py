@@ -238,8 +238,11 @@ class GrkvRadixCache(SpanTree):
         missing = int(config.pressure_watermark * allocator.size) - allocator.available_size()
         if missing <= 0:
             return
-        missing -= self.evict_twins(missing)
-        if missing <= 0:
+        for span in list(self.spans()):
+            if not span.twin_freed:
+                self.free_exact_twin(span)
+        missing = int(config.pressure_watermark * allocator.size) - allocator.available_size()
+        if missing <= self.evict_twins(missing):
             return
         for stretch in cold_stretches(self, config.min_span_tokens, self._markers):
             job = CompressionJob(
@@ -292,7 +295,7 @@ class GrkvRadixCache(SpanTree):
         alive = set(self.spans())
         waiting = []
         for span in self._twins_to_free:
-            if span in alive and not self.free_exact_twin(span, self.config.min_span_tokens):
+            if span in alive and not self.free_exact_twin(span):
                 waiting.append(span)
             elif span in alive:
                 self.counters.twins_freed += 1

@@ -371,37 +371,46 @@ class SpanTree(RadixCache):  # type: ignore[misc]
             self.node_at(node, span.end_tokens)
             self._mark_twins(span)
 
-    def free_exact_twin(self, span: SpanNode, keep_tokens: int) -> bool:
-        """Free the full-size KV of a span's tokens, with what unlocked exact requests left behind it.
+    def free_exact_twin(self, span: SpanNode) -> bool:
+        """Free the full-size KV of a span's tokens.
 
-        Returns False when a running request still holds some of it or another span is built on it: try
-        again later. Nodes that other prompts share (a common header, a document before `keep_tokens` or more
-        of exact KV) stay; pressure takes them.
+        What requests left behind it hangs under the span from now on: it was computed on better KV than the
+        span's. Returns False while a running request holds some of it: try again later. Nodes that other
+        prompts share (a common header) stay.
         """
-        freed = [self._free_chain(chain, span, keep_tokens) for chain in self.exact_twins(span)]
-        if not all(freed):
-            return False
+        freed = [self._free_chain(chain, span) for chain in self.exact_twins(span)]
         ends = [path_facts(chain[-1]).logical_tokens for chain in self.exact_twins(span)]
         span.twin_freed = span.end_tokens not in ends
-        return True
+        return all(freed)
 
-    def _free_chain(self, chain: list[TreeNode], span: SpanNode, keep_tokens: int) -> bool:
-        end, above = chain[-1], chain
-        depth = path_facts(end).logical_tokens
-        if depth == span.end_tokens:
-            if any(n.lock_ref > 0 or isinstance(n, SpanNode) for n in _subtree(end)):
+    def _free_chain(self, chain: list[TreeNode], span: SpanNode) -> bool:
+        end = chain[-1]
+        if path_facts(end).logical_tokens == span.end_tokens:
+            if not self.is_idle(end):
                 return False
-            if any(_tokens(_subtree(child)) >= keep_tokens for child in end.children.values()):
-                return True
-            self.drop(end)
-            above = chain[:-1]
-        for node in reversed(above):
+            self._move_children(end, span)
+        for node in reversed(chain):
             if node.children:
                 break
             if node.lock_ref > 0:
                 return False
             self.drop(node)
         return True
+
+    def _move_children(self, node: TreeNode, span: SpanNode) -> None:
+        """Hang what lies behind `node` under `span`; what is there already, computed on the span, stays."""
+        for key, child in list(node.children.items()):
+            if key in span.children:
+                self.drop(child)
+                continue
+            del node.children[key]
+            span.children[key] = child
+            child.parent = span
+        moved = self._spans_at.pop(node.id, None)
+        if moved:
+            self._spans_at.setdefault(span.id, []).extend(moved)
+        self._update_leaf_status(node)
+        self._update_leaf_status(span)
 
     def drop(self, node: TreeNode) -> int:
         """Delete an unlocked subtree and free its slots; returns how many."""

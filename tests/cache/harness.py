@@ -327,28 +327,51 @@ class Harness:
         row = self.pool.req_to_token[req.kv.req_pool_idx, :length].tolist()
         assert row[:gap] == [0] * gap
         assert 0 not in row[gap:]
-        expected: list[Any] = []
         tokens = tuple(req.full_untruncated_fill_ids)
         path = []
         node = req.last_node
         while node.parent is not None:
             path.append(node)
             node = node.parent
-        depth, above = 0, []
+        at, depth = gap, 0
+        above: list[SpanNode] = []
         for node in reversed(path):
             size = len(node.key)
             assert tuple(node.key.token_ids) == tokens[depth : depth + size]
             if isinstance(node, SpanNode):
-                expected += kept_entries(node, depth)
-                above.append(node.id)
+                self.check_kept(row[at : at + node.num_slots], node, depth)
+                at += node.num_slots
+                above.append(node)
             else:
-                lineage = tuple(sorted(above))
-                expected += [("computed", lineage, tokens[: depth + i + 1]) for i in range(size)]
+                self.check_computed(row[at : at + size], tokens, depth, above)
+                at += size
             depth += size
-        lineage = tuple(sorted(above))
-        expected += [("computed", lineage, tokens[: i + 1]) for i in range(depth, length)]
-        assert len(expected) == length - gap
-        assert [self.allocator.content.get(slot) for slot in row[gap:]] == expected
+        self.check_computed(row[at:], tokens, depth, above)
+        assert at + length - depth == length
+
+    def check_kept(self, slots: Sequence[int], span: SpanNode, start: int) -> None:
+        """The table entries of a span's slots: its range, and the tokens that were exact when it was made."""
+        exact = tuple(span.key.token_ids)
+        if span.replaces:
+            exact = exact[span.replaces[-1].end_tokens - start :]
+        expected = [("kept", start, start + len(span.key), exact, i) for i in range(span.num_slots)]
+        assert [self.allocator.content.get(slot) for slot in slots] == expected
+
+    def check_computed(
+        self, slots: Sequence[int], tokens: tuple[int, ...], start: int, above: Sequence[SpanNode]
+    ) -> None:
+        """Exact slots of `tokens` from `start` on: computed on exact KV, or on spans that lie above (or that
+        those took in)."""
+        allowed: set[int] = set()
+        queue = list(above)
+        while queue:
+            span = queue.pop()
+            allowed.add(span.id)
+            queue += span.replaces
+        for i, slot in enumerate(slots):
+            kind, lineage, computed = self.allocator.content[slot]
+            assert (kind, computed) == ("computed", tokens[: start + i + 1])
+            assert allowed.issuperset(lineage)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -404,24 +427,13 @@ class Harness:
         for item in reversed(path[1:]):
             tokens += tuple(item.key.token_ids)
             if isinstance(item, SpanNode):
-                spans.append(item.id)
+                spans.append(item)
         slots = [s for s in node.value.tolist() if s != 0]
-        content = [self.allocator.content.get(slot) for slot in slots]
         if isinstance(node, SpanNode):
             assert node.start_tokens == len(tokens)
-            assert content == kept_entries(node, len(tokens))
+            self.check_kept(slots, node, len(tokens))
         else:
-            own = tuple(node.key.token_ids)
-            lineage = tuple(sorted(spans))
-            assert content == [("computed", lineage, tokens + own[: i + 1]) for i in range(len(own))]
-
-
-def kept_entries(span: SpanNode, start: int) -> list[Any]:
-    """The table entries of a span's slots: its range, and the tokens that were exact when it was made."""
-    exact = tuple(span.key.token_ids)
-    if span.replaces:
-        exact = exact[span.replaces[-1].end_tokens - start :]
-    return [("kept", start, start + len(span.key), exact, i) for i in range(span.num_slots)]
+            self.check_computed(slots, tokens + tuple(node.key.token_ids), len(tokens), spans)
 
 
 def longest_match(

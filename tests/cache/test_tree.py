@@ -30,10 +30,12 @@ def test_explicit_prefix_becomes_one_span_and_the_full_kv_is_freed():
     (span,) = spans(h)
     assert (span.start_tokens, span.end_tokens, span.num_slots) == (0, 12, 5)  # ceil(0.34 * 12)
     assert span.twin_freed
-    assert h.cache.total_size() == 5
-    assert h.allocator.available_size() == 120 - 5
+    # The question, [7, 8], was computed on the exact document and hangs under its span now.
+    assert h.cache.total_size() == 5 + 2
+    assert h.allocator.available_size() == 120 - 5 - 2
     h.check()
     take_census(h.cache)
+    assert h.submit([*DOC, 7, 8, 9]).prefix_len == END + 2
 
 
 def test_later_request_is_served_from_the_span_and_compresses_nothing():
@@ -52,9 +54,9 @@ def test_later_request_is_served_from_the_span_and_compresses_nothing():
     assert h.compressor.calls == 1
     assert h.cache.counters.span_hits == {"prefer_compressed": 1}
     assert h.cache.counters.span_tokens_served == 12
-    # What was computed on the span hangs under it.
+    # What was computed on the span hangs under it, beside the first question.
     (span,) = spans(h)
-    assert len(span.children) == 1
+    assert len(span.children) == 2
     assert len(h.cache.root_node.children) == 1
 
 
@@ -186,7 +188,7 @@ def test_two_prompts_racing_for_one_document():
     h.check()
     assert h.compressor.calls == 1
     assert span.twin_freed
-    assert h.cache.total_size() == 5
+    assert h.cache.total_size() == 5 + 4  # and the two questions
 
 
 def test_twin_held_by_a_running_request_is_freed_when_it_is_done():
@@ -200,7 +202,7 @@ def test_twin_held_by_a_running_request_is_freed_when_it_is_done():
     h.check()
     h.finish(long)
     assert span.twin_freed
-    assert h.cache.total_size() == span.num_slots
+    assert h.cache.total_size() == span.num_slots + 3 + 2  # and what the two requests left
     h.check()
 
 
@@ -372,8 +374,8 @@ def test_state_is_plain_data_and_adds_up():
     state = json.loads(json.dumps(h.cache.state()))
     assert state["pool"] == {
         "total_slots": 120,
-        "free_slots": 115,
-        "exact_slots": 0,
+        "free_slots": 113,
+        "exact_slots": 2,
         "span_slots": 5,
         "in_work_slots": 0,
         "pinned_slots": 0,
@@ -408,7 +410,7 @@ def test_reused_stretch_that_a_span_already_covers_is_not_compressed_again():
 def test_twin_asked_for_anew_is_the_first_to_be_evicted():
     h = compressed()
     h.run([*DOC, 8, 8], {"mode": "exact"})
-    h.cache.evict(EvictParams(num_tokens=2))  # [8, 8]
+    h.cache.evict(EvictParams(num_tokens=4))  # [7, 8] under the span, [8, 8] behind the twin
     h.run([6, 6, 6, 6])
     h.cache.match_prefix(h.key_of([*DOC, 9], {"mode": "exact"}))
     h.cache.evict(EvictParams(num_tokens=1))
