@@ -1,4 +1,4 @@
-"""A long run of the tree's rule machine: ``python -m benchmarks.tree_life --steps 100000 --seed 0 --json OUT``.
+"""The tree's rule machine for long: ``python -m benchmarks.tree_life --steps 100000 --seed 0 --json OUT``.
 
 The same machine as in ``tests/cache/test_tree_stateful.py``: SGLang's own requests, pools and allocator,
 our cache, and a table of what every KV slot holds. Every step checks books, owners and lineage.
@@ -11,13 +11,13 @@ import logging
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import hypothesis.core
 import typer
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from tqdm import tqdm
+from rich.progress import Progress
 
 from tests.cache.test_tree_stateful import CacheLife
 
@@ -33,13 +33,14 @@ def main(
     """Run until so many steps were taken; a failing step ends the run with the shortest life that fails."""
     logging.getLogger("grkv_sglang").setLevel(logging.CRITICAL)  # its failures are injected
     events: Counter[str] = Counter()
-    progress = tqdm(total=steps, unit="step")
+    progress = Progress()
+    bar = progress.add_task("steps", total=steps)
 
     class CountedLife(CacheLife):
-        def check_invariants(self, *args: object, **kwargs: object) -> None:
+        def check_invariants(self, *args: Any, **kwargs: Any) -> None:
             super().check_invariants(*args, **kwargs)
             events["steps"] += 1
-            progress.update()
+            progress.advance(bar)
 
         def teardown(self) -> None:
             super().teardown()
@@ -47,9 +48,10 @@ def main(
             if hasattr(self, "h"):
                 _count(events, self.h.cache.counters.as_dict())
 
+    progress.start()
     started = time.perf_counter()
     while events["steps"] < steps:
-        hypothesis.core.global_force_seed = seed + events["lives"] // LIVES_PER_SEED
+        vars(hypothesis.core)["global_force_seed"] = seed + events["lives"] // LIVES_PER_SEED
         run_state_machine_as_test(
             CountedLife,
             settings=settings(
@@ -61,7 +63,7 @@ def main(
                 suppress_health_check=list(HealthCheck),
             ),
         )
-    progress.close()
+    progress.stop()
     result = {
         "seed": seed,
         "seconds": round(time.perf_counter() - started, 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
@@ -329,7 +331,7 @@ def test_a_growing_chat_is_compressed_span_after_span():
     history = chat(h, 6)
     spans = sorted(h.cache.spans(), key=lambda s: s.start_tokens)
     assert len(spans) >= 3
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in pairwise(spans):
         assert (after.start_tokens, after.parent) == (before.end_tokens, before)
     assert not any(span.origin.shared for span in spans)
     # The tree holds the spans and the newest turn, nothing twice.
