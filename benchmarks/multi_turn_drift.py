@@ -44,6 +44,7 @@ class Turn:
     setting: str
     turn: int
     history_tokens: int
+    cached_tokens: int
     span_tokens: int
     span_slots: int
     spans: int
@@ -116,7 +117,12 @@ def conversation(tokenizer: Any, turns: int, tokens_per_turn: int) -> list[list[
 
 
 def run_setting(
-    name: str, chat: Chat, messages: list[list[int]], replies: list[list[int]], closing: list[int]
+    name: str,
+    chat: Chat,
+    messages: list[list[int]],
+    replies: list[list[int]],
+    closing: list[int],
+    reply_tokens: int,
 ) -> list[Turn]:
     """All turns on one server. `replies` is filled on the first server and kept for the others."""
     history: list[int] = []
@@ -124,7 +130,7 @@ def run_setting(
     for number, message in enumerate(track(messages, name)):
         prompt = [*history, *message]
         if number == len(replies):
-            replies.append(chat.reply(prompt, 48))
+            replies.append(chat.reply(prompt, reply_tokens))
         reply = replies[number]
         full, full_best, _ = chat.read(prompt, reply, exact=True)
         ours, best, served = chat.read(prompt, reply, exact=False)
@@ -133,6 +139,7 @@ def run_setting(
                 setting=name,
                 turn=number + 1,
                 history_tokens=len(history),
+                cached_tokens=served["exact_tokens"] + served["span_tokens"],
                 span_tokens=served["span_tokens"],
                 span_slots=served["span_slots"],
                 spans=served["spans"],
@@ -150,6 +157,7 @@ def run_setting(
 def main(
     turns: Annotated[int, typer.Option(help="Turns of the chat.")] = 14,
     tokens_per_turn: Annotated[int, typer.Option(help="Tokens of each user message's text.")] = 320,
+    reply_tokens: Annotated[int, typer.Option(help="Tokens of each reply.")] = 48,
     budget: Annotated[float, typer.Option(help="Kept share.")] = 0.2,
     json_path: Annotated[Path | None, typer.Option("--json", help="Where the result goes.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Where the plot goes (.png).")] = None,
@@ -175,7 +183,7 @@ def main(
                 device=detect_device(),
             )
             with running_server(spec, console) as server:
-                rows += run_setting(name, Chat(server.base_url), messages, replies, closing)
+                rows += run_setting(name, Chat(server.base_url), messages, replies, closing, reply_tokens)
     result = {
         "turns": turns,
         "tokens_per_turn": tokens_per_turn,

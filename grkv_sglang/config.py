@@ -64,7 +64,7 @@ class GrkvConfig(BaseModel):
     )
     cooldown_requests: int = Field(
         32,
-        ge=0,
+        ge=1,
         description="After a failed compression the same prefix is tried again once so many requests came.",
     )
     step_tokens: int = Field(

@@ -47,7 +47,7 @@ class CacheLife(RuleBasedStateMachine):
         merge_after=st.sampled_from([2, 3]),
         generations=st.sampled_from([0, 2]),
         watermark=st.sampled_from([0.1, 0.3, 0.6]),
-        cooldown=st.sampled_from([0, 3]),
+        cooldown=st.sampled_from([1, 3]),
         pin_share=st.sampled_from([0.1, 1.0]),
         ttl=st.sampled_from([None, None, 50.0]),
     )

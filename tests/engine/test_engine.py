@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.multi_turn_drift import Chat, conversation, run_setting
 from tests.engine.client import Client, distinct_tails, document, question
 from tests.engine.conftest import engine
 
@@ -432,6 +434,30 @@ def test_long_mixed_batch_under_pressure_leaves_a_clean_pool(client: Client):
     state = client.settled_state()
     assert state["pool"]["free_slots"] + state["pool"]["exact_slots"] + state["pool"]["span_slots"] == 6000
     assert state["counters"]["compressions_failed"].keys() <= KNOWN_FAILURES
+
+
+def test_eleven_turns_of_a_chat_stay_coherent_and_are_prefilled_once(client: Client):
+    """The history is compressed as it grows; each reply is as likely as behind the full cache, or nearly."""
+    client.flush()
+    closing = list(client.tokenizer.encode("<|im_end|>\n"))
+    messages = conversation(client.tokenizer, 11, 90)
+    turns = run_setting("chat", Chat(str(client.http.base_url)), messages, [], closing, 12)
+    state = client.settled_state()
+    # Nothing but the newest message is prefilled: the history comes from spans and the exact tail behind.
+    assert all(t.cached_tokens >= t.history_tokens - len(closing) - 1 for t in turns[1:])
+    last = turns[-1]
+    assert last.spans >= 3
+    assert last.span_tokens > 0.7 * last.history_tokens
+    assert last.span_slots < 0.25 * last.span_tokens
+    compressed = [t for t in turns if t.span_tokens]
+    assert len(compressed) >= 7
+    assert statistics.fmean(t.nll - t.full_nll for t in compressed) < 0.25
+    assert statistics.fmean(t.top1_agreement for t in compressed) > 0.75
+    # Of this chat the tree holds the spans and one exact tail (the exact copy is the other chat, of "full").
+    own = [s for s in state["spans"] if s["namespace"] is not None]
+    assert state["pool"]["span_slots"] == sum(s["slots"] for s in own)
+    exact_copy = last.history_tokens + len(messages[-1]) + 12
+    assert state["pool"]["exact_slots"] <= 2 * exact_copy - last.span_tokens + len(closing)
 
 
 def test_the_log_tells_of_compressions(client: Client):

@@ -43,7 +43,7 @@ def client(tiny_model: Path, tokenizer: Any, server_dir: Path, adapters: dict[st
         "budget": 0.25,
         "step_tokens": 256,
         "triggers": "explicit,reuse",
-        "cooldown_requests": 0,
+        "cooldown_requests": 1,
         "pin_share": 0.25,
     }
     with engine(

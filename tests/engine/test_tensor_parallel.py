@@ -31,7 +31,7 @@ def client(tiny_model: Path, tokenizer: Any, server_dir: Path) -> Iterator[Clien
             "min_span_tokens": 256,
             "budget": 0.25,
             "step_tokens": 256,
-            "cooldown_requests": 0,
+            "cooldown_requests": 1,
             "pressure_watermark": 0.5,  # one document is a quarter of this pool
         },
         extra_args=("--tp-size", "2"),
@@ -107,5 +107,6 @@ def test_documents_beyond_the_pool_leave_both_ranks_in_step(client: Client):
     assert pool["free_slots"] + pool["exact_slots"] + pool["span_slots"] == POOL
     assert state["counters"]["spans_made"]["pressure"] >= 1
     hits = [client.generate(doc + second).served["span_tokens"] for doc in docs]
-    assert sum(tokens >= 600 for tokens in hits) >= 6
+    # Four were marked; a cold one may go before pressure comes to compress it.
+    assert sum(tokens >= 600 for tokens in hits) >= 4
     client.settled_state()
