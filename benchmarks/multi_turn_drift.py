@@ -1,9 +1,12 @@
 """What repeated compression costs a growing chat: ``python -m benchmarks.multi_turn_drift``.
 
-A chat about a text grows turn by turn. The reply of each turn is what the full cache says; every other
-setting is then made to say the same reply (its log-probabilities are read as input log-probabilities), with
-its own history compressed behind it: span after span, or spans merged into each other. The loss of a turn is
-the increase of the reply's negative log-likelihood per token, beside the top-1 agreement with the full cache.
+A chat about a text grows turn by turn. The reply of each turn is what the full cache says; every setting is
+then made to say the same reply (its log-probabilities are read as input log-probabilities), with its own
+history compressed behind it: span after span, or spans merged into each other. The loss of a turn is the
+increase of the reply's negative log-likelihood per token, beside the top-1 agreement with the full cache.
+
+Replies are mostly about the newest message, which is exact. So after the last turn every earlier message is
+asked for: its first words are given, and the text that follows them is read. Copying it needs the old KV.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "span after span": {"max_generations": 0},
+    "spans": {"max_generations": 0},
     "merged": {"merge_after_spans": 2, "max_generations": 2},
-    "merged without limit": {"merge_after_spans": 2, "max_generations": 99},
+    "no limit": {"merge_after_spans": 2, "max_generations": 99},
 }
+CUE_TOKENS, RECALLED_TOKENS = 24, 32
+"""Of an earlier message: how much of its text is given, how much is read."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,17 @@ class Turn:
     spans: int
     generation: int
     quality: float | None
+    full_nll: float
+    nll: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
+class Recall:
+    """An earlier message asked for after the last turn."""
+
+    setting: str
+    turn: int
     full_nll: float
     nll: float
     top1_agreement: float
@@ -92,9 +108,9 @@ class Chat:
         return logprobs, best, meta["grkv"][0]
 
     def generation(self) -> int:
-        """Of the span that reaches furthest: how often its oldest KV was compressed again."""
+        """How often the oldest KV that any span holds was compressed again."""
         spans = self._http.get("/grkv/state").json()[0]["spans"]
-        return max(spans, key=lambda s: s["end_tokens"])["generation"] if spans else 0
+        return max((span["generation"] for span in spans), default=0)
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         response = self._http.post("/generate", json=body)
@@ -103,17 +119,51 @@ class Chat:
         return answer
 
 
-def conversation(tokenizer: Any, turns: int, tokens_per_turn: int) -> list[list[int]]:
-    """User messages in the chat template: each hands over the next piece of a text."""
+def pieces_of_text(tokenizer: Any, turns: int, tokens_per_turn: int) -> list[list[int]]:
+    """Consecutive pieces of the shipped texts, one per turn."""
     text = "\n\n".join(d.text for d in load_documents())
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    messages = []
-    for turn in range(turns):
-        piece = tokenizer.decode(ids[turn * tokens_per_turn : (turn + 1) * tokens_per_turn])
-        asked = f"Here is what comes next:\n{piece}\nWho is in it, and what do they do?"
-        rendered = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
-        messages.append(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-    return messages
+    return [ids[turn * tokens_per_turn : (turn + 1) * tokens_per_turn] for turn in range(turns)]
+
+
+def user_message(tokenizer: Any, text: str) -> list[int]:
+    """In the chat template, with the header of the reply."""
+    rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def conversation(tokenizer: Any, pieces: list[list[int]]) -> list[list[int]]:
+    """User messages: each hands over the next piece."""
+    return [
+        user_message(
+            tokenizer,
+            f"Here is what comes next:\n{tokenizer.decode(piece)}\nWho is in it, and what do they do?",
+        )
+        for piece in pieces
+    ]
+
+
+def recall(
+    name: str, chat: Chat, tokenizer: Any, pieces: list[list[int]], history: list[int]
+) -> list[Recall]:
+    """Ask for all messages but the newest."""
+    rows = []
+    for turn, piece in enumerate(pieces[:-1], 1):
+        cue, wanted = piece[:CUE_TOKENS], piece[CUE_TOKENS : CUE_TOKENS + RECALLED_TOKENS]
+        prompt = [*history, *user_message(tokenizer, f"Repeat message {turn} word by word."), *cue]
+        full, full_best, _ = chat.read(prompt, wanted, exact=True)
+        ours, best, _ = chat.read(prompt, wanted, exact=False)
+        rows.append(
+            Recall(
+                name, turn, -statistics.fmean(full), -statistics.fmean(ours), _share_equal(best, full_best)
+            )
+        )
+    return rows
+
+
+def _share_equal(a: list[int], b: list[int]) -> float:
+    return statistics.fmean(x == y for x, y in zip(a, b, strict=True))
 
 
 def run_setting(
@@ -123,8 +173,9 @@ def run_setting(
     replies: list[list[int]],
     closing: list[int],
     reply_tokens: int,
-) -> list[Turn]:
-    """All turns on one server. `replies` is filled on the first server and kept for the others."""
+) -> tuple[list[Turn], list[int]]:
+    """All turns on one server, and the history they leave. `replies` is filled on the first server and kept
+    for the others."""
     history: list[int] = []
     turns = []
     for number, message in enumerate(track(messages, name)):
@@ -147,11 +198,11 @@ def run_setting(
                 quality=served["quality"],
                 full_nll=-statistics.fmean(full),
                 nll=-statistics.fmean(ours),
-                top1_agreement=statistics.fmean(a == b for a, b in zip(best, full_best, strict=True)),
+                top1_agreement=_share_equal(best, full_best),
             )
         )
         history = [*prompt, *reply, *closing]
-    return turns
+    return turns, history
 
 
 def main(
@@ -166,10 +217,12 @@ def main(
     console = Console()
     model = ensure_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    messages = conversation(tokenizer, turns, tokens_per_turn)
+    pieces = pieces_of_text(tokenizer, turns, tokens_per_turn)
+    messages = conversation(tokenizer, pieces)
     closing = tokenizer("<|im_end|>\n", add_special_tokens=False)["input_ids"]
     replies: list[list[int]] = []
     rows: list[Turn] = []
+    recalled: list[Recall] = []
     for name, setting in SETTINGS.items():
         with tempfile.TemporaryDirectory(prefix="grkv-drift-") as folder:
             spec = ServerSpec(
@@ -183,20 +236,18 @@ def main(
                 device=detect_device(),
             )
             with running_server(spec, console) as server:
-                rows += run_setting(name, Chat(server.base_url), messages, replies, closing, reply_tokens)
+                chat = Chat(server.base_url)
+                own, history = run_setting(name, chat, messages, replies, closing, reply_tokens)
+                rows += own
+                recalled += recall(name, chat, tokenizer, pieces, history)
     result = {
         "turns": turns,
         "tokens_per_turn": tokens_per_turn,
         "budget": budget,
         "settings": SETTINGS,
-        "mean": {
-            name: {
-                "nll_increase": statistics.fmean(r.nll - r.full_nll for r in _served(rows, name)),
-                "top1_agreement": statistics.fmean(r.top1_agreement for r in _served(rows, name)),
-            }
-            for name in SETTINGS
-        },
+        "mean": {name: _mean(rows, recalled, name) for name in SETTINGS},
         "rows": [asdict(row) for row in rows],
+        "recalled": [asdict(row) for row in recalled],
     }
     table = Table("setting", "turn", "history", "in spans", "slots", "spans", "generation", "NLL +", "top-1")
     for row in rows:
@@ -210,26 +261,42 @@ def main(
     if json_path is not None:
         json_path.write_text(json.dumps(result, indent=2) + "\n")
     if plot is not None:
-        _plot(rows, plot)
+        _plot(rows, recalled, plot)
+
+
+def _mean(rows: list[Turn], recalled: list[Recall], setting: str) -> dict[str, float]:
+    served = _served(rows, setting)
+    asked = [row for row in recalled if row.setting == setting]
+    return {
+        "reply_nll_increase": statistics.fmean(r.nll - r.full_nll for r in served),
+        "reply_top1_agreement": statistics.fmean(r.top1_agreement for r in served),
+        "recall_full_nll": statistics.fmean(r.full_nll for r in asked),
+        "recall_nll_increase": statistics.fmean(r.nll - r.full_nll for r in asked),
+        "recall_top1_agreement": statistics.fmean(r.top1_agreement for r in asked),
+    }
 
 
 def _served(rows: list[Turn], setting: str) -> list[Turn]:
     return [row for row in rows if row.setting == setting and row.span_tokens]
 
 
-def _plot(rows: list[Turn], path: Path) -> None:
-    figure, (loss, slots) = plt.subplots(1, 2, figsize=(10, 3.5))
+def _plot(rows: list[Turn], recalled: list[Recall], path: Path) -> None:
+    figure, (loss, memory, slots) = plt.subplots(1, 3, figsize=(12, 3.5))
     for name in SETTINGS:
         own = [row for row in rows if row.setting == name]
         loss.plot([r.turn for r in own], [r.nll - r.full_nll for r in own], "o-", label=name)
-        slots.plot(
-            [r.turn for r in own], [r.history_tokens - r.span_tokens + r.span_slots for r in own], "o-"
-        )
+        asked = [row for row in recalled if row.setting == name]
+        memory.plot([r.turn for r in asked], [r.nll - r.full_nll for r in asked], "o-", label=name)
+        held = [r.history_tokens - r.span_tokens + r.span_slots for r in own]
+        slots.plot([r.turn for r in own], held, "o-", label=name)
     own = [row for row in rows if row.setting == next(iter(SETTINGS))]
     slots.plot([r.turn for r in own], [r.history_tokens for r in own], "k--", label="full cache")
-    loss.set_ylabel("increase of NLL per token (nats)")
-    slots.set_ylabel("KV slots of the history")
-    for axes in (loss, slots):
+    loss.set_title("reply")
+    memory.set_title("earlier message, asked for at the end")
+    slots.set_title("KV slots of the history")
+    for axes in (loss, memory):
+        axes.set_ylabel("increase of NLL per token (nats)")
+    for axes in (loss, memory, slots):
         axes.set_xlabel("turn")
         axes.legend()
     figure.tight_layout()

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
+    from grkv_sglang.cache.metrics import CacheMetrics
+
 logger = logging.getLogger(__name__)
 
 ANY_BUDGET = Budget(None, 1)
@@ -64,7 +66,13 @@ class GrkvRadixCache(SpanTree):
         self._lora_of: dict[str, str] = {}
         self._censuses = 0
         self._census_error: str | None = None
+        self._metrics: CacheMetrics | None = None
         super().__init__(params, row_gaps, acceptance_of(NO_OPTIONS, config))
+        if params.enable_metrics:
+            # Not earlier: prometheus_client looks for SGLang's multiprocess folder when it is imported.
+            from grkv_sglang.cache.metrics import CacheMetrics
+
+            self._metrics = CacheMetrics(self.metrics_collector.labels)
 
     def reset(self) -> None:
         """A flush: spans, waiting work and postponed frees go with the tree."""
@@ -213,6 +221,8 @@ class GrkvRadixCache(SpanTree):
         if self._work.finished:
             self._work.finished.clear()
             self._free_postponed()
+        if self._metrics is not None and self._metrics.due():
+            self._metrics.publish(self.counters, self._gauges())
 
     def on_idle(self, *, fully_idle: bool) -> bool:
         """Called instead of SGLang's idle housekeeping while there is work: then returns True."""
@@ -271,6 +281,8 @@ class GrkvRadixCache(SpanTree):
             if span.ttl_s is None:
                 span.ttl_s = self.config.ttl_s
         for span in reversed(finished.made):
+            if self._metrics is not None:
+                self._metrics.span_made(span)
             self._superseded.extend(self._worse_than(span))
             if self.config.free_exact_twin == "at_once" or finished.job.reason == "pressure":
                 self._twins_to_free.append(span)
@@ -335,6 +347,18 @@ class GrkvRadixCache(SpanTree):
     def give_up_work(self, reason: str) -> None:
         """End the compression in flight: its path is about to go."""
         self._work.cancel(reason)
+
+    def _gauges(self) -> dict[str, int]:
+        """Current sizes, for the metrics endpoint."""
+        spans = list(self.spans())
+        slots = sum(span.num_slots for span in spans)
+        return {
+            "spans": len(spans),
+            "span_slots": slots,
+            "saved_slots": sum(len(span.key) for span in spans) - slots,
+            "pinned_slots": retention.pinned_slots(self),
+            "jobs_waiting": self._work.waiting,
+        }
 
     # -- what the outside sees ---------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.multi_turn_drift import Chat, conversation, run_setting
+from benchmarks.multi_turn_drift import Chat, conversation, pieces_of_text, run_setting
 from tests.engine.client import Client, distinct_tails, document, question
 from tests.engine.conftest import engine
 
@@ -440,8 +440,8 @@ def test_eleven_turns_of_a_chat_stay_coherent_and_are_prefilled_once(client: Cli
     """The history is compressed as it grows; each reply is as likely as behind the full cache, or nearly."""
     client.flush()
     closing = list(client.tokenizer.encode("<|im_end|>\n"))
-    messages = conversation(client.tokenizer, 11, 90)
-    turns = run_setting("chat", Chat(str(client.http.base_url)), messages, [], closing, 12)
+    messages = conversation(client.tokenizer, pieces_of_text(client.tokenizer, 11, 90))
+    turns, _ = run_setting("chat", Chat(str(client.http.base_url)), messages, [], closing, 12)
     state = client.settled_state()
     # Nothing but the newest message is prefilled: the history comes from spans and the exact tail behind.
     assert all(t.cached_tokens >= t.history_tokens - len(closing) - 1 for t in turns[1:])

@@ -35,7 +35,7 @@ def client(tiny_model: Path, tokenizer: Any, server_dir: Path, adapters: dict[st
         *("--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "5"),
         *("--enable-lora", "--lora-paths", *loras, "--max-lora-rank", "4", "--max-loras-per-batch", "3"),
         *("--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj", "--lora-backend", "torch_native"),
-        "--enable-cache-report",
+        *("--enable-cache-report", "--enable-metrics"),
     ]
     config = {
         "allow_forced": True,
@@ -442,6 +442,48 @@ def test_the_cache_report_counts_what_a_span_serves(client: Client):
     body = {"model": "default", "prompt": [*doc, 6, 7], "max_tokens": 2, "temperature": 0}
     usage = client.http.post("/v1/completions", json=body).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == n
+
+
+def metric(client: Client, name: str) -> float:
+    """Sum of a metric's samples on SGLang's own endpoint."""
+    lines = client.http.get("/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def test_the_caches_metrics_are_on_sglangs_endpoint(client: Client):
+    """Every counter of the state, and the sizes, once they were published (at most a second later)."""
+    client.flush()
+    n = 512
+    client.generate([*document(client, n, seed=70), 5], {"prefix_end_tokens": n}, 1)
+    client.settled_state()
+    time.sleep(2.5)
+    counters = client.settled_state()["counters"]
+    for name in ("span_hits", "spans_made", "compressions_failed"):
+        assert metric(client, f"sglang:grkv_{name}_total") == sum(counters[name].values()), name
+    for name in ("span_tokens_served", "reprefilled_tokens", "compressions_started", "deleted_slots"):
+        assert metric(client, f"sglang:grkv_{name}_total") == counters[name], name
+    assert metric(client, "sglang:grkv_compression_seconds_count") == counters["compressions_done"]
+    assert metric(client, "sglang:grkv_span_quality_count") == counters["compressions_done"]
+    assert metric(client, "sglang:grkv_spans{") == 1
+    assert metric(client, "sglang:grkv_span_slots{") == 128
+    assert metric(client, "sglang:grkv_saved_slots{") == 384
+
+
+def test_sglangs_own_metrics_count_tokens_from_spans_and_slots_in_use(client: Client):
+    client.flush()
+    n = 512
+    doc = document(client, n, seed=62)
+    client.generate([*doc, 5], {"prefix_end_tokens": n}, 1)
+    client.settled_state()
+    cached = metric(client, "sglang:cached_tokens_total")
+    client.generate([*doc, 6, 7], None, 2)
+    client.settled_state()
+    assert metric(client, "sglang:cached_tokens_total") == cached + n
+    evicted = metric(client, "sglang:evicted_tokens_total")
+    for seed in range(63, 70):
+        client.generate(document(client, 900, seed), {"mode": "exact"}, 1)
+    assert metric(client, "sglang:evicted_tokens_total") > evicted
+    client.settled_state()
 
 
 def test_an_unknown_option_is_a_400_on_every_route(client: Client):
