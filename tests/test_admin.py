@@ -130,7 +130,7 @@ def test_state(served):
     (state,) = answer.json()
     assert state["config"]["triggers"] == ["explicit", "insert"]
     assert state["pool"] == {
-        "total_slots": 120, "free_slots": 120 - SLOTS, "exact_slots": 0, "span_slots": SLOTS,
+        "total_slots": 120, "free_slots": 120 - SLOTS - 2, "exact_slots": 2, "span_slots": SLOTS,
         "in_work_slots": 0, "pinned_slots": 0,
     }  # fmt: skip
     assert state["counters"]["spans_made"] == {"explicit": 1}
@@ -185,7 +185,7 @@ def test_delete(served):
     answer = served(h.cache).post("/grkv/command", json={"action": "delete", "tokens_sha256": digest(DOC)})
     assert answer.status_code == 200
     (state,) = answer.json()
-    assert (state["spans"], state["counters"]["deleted_slots"]) == ([], SLOTS)
+    assert (state["spans"], state["counters"]["deleted_slots"]) == ([], SLOTS + 2)
     assert state["pool"]["free_slots"] == 120
     h.check()
     assert h.submit([*DOC, 9, 9]).prefix_len == 0
@@ -208,7 +208,7 @@ def test_delete_under_a_running_request(served):
     (state,) = client.post("/grkv/command", json=command).json()
     # Out of reach at once, held until the request is done.
     assert (state["spans"], state["counters"]["detached_nodes"]) == ([], 1)
-    assert state["pool"]["free_slots"] == 120 - SLOTS - 2
+    assert state["pool"]["free_slots"] == 120 - SLOTS - 2 - 2  # the first question is detached with it
     assert client.post("/grkv/command", json=command).status_code == 404
     later = h.submit([*DOC, 9, 9])
     assert (reader.prefix_len, later.prefix_len) == (END, 0)
@@ -231,8 +231,8 @@ def test_delete_a_namespace(served):
     assert len(names) == 2
     (state,) = served(h.cache).post("/grkv/command", json={"action": "delete", "cache_salt": "a"}).json()
     assert [span["tokens_sha256"] for span in state["spans"]] == [digest(DOC)]
-    assert state["counters"]["deleted_slots"] == SLOTS + END + 2
-    assert (state["pool"]["exact_slots"], state["pool"]["span_slots"]) == (0, SLOTS)
+    assert state["counters"]["deleted_slots"] == SLOTS + 2 + END + 2
+    assert (state["pool"]["exact_slots"], state["pool"]["span_slots"]) == (2, SLOTS)
     h.check()
     assert h.submit([*DOC, 9], cache_salt="b").prefix_len == END
     assert h.submit([*DOC, 9], cache_salt="a").prefix_len == 0

@@ -95,19 +95,21 @@ def exact_output(problem: Problem, head: int, keys: Tensor, values: Tensor) -> T
     rows = []
     for i, query in enumerate(queries):
         logits = (keys.double() @ query) * problem.scale
-        mass, weighted = logits.new_zeros(()), values.double().new_zeros(values.shape[-1])
+        seen = torch.ones_like(logits, dtype=torch.bool)
         if problem.visible is not None:
             n_queries = problem.visible.shape[1]
             seen = problem.visible[head, i // (len(queries) // n_queries)]
-            logits = logits[seen]
-            exponentials = logits.exp()
-            weighted = weighted + exponentials @ values.double()[seen]
-        else:
-            exponentials = logits.exp()
-            weighted = weighted + exponentials @ values.double()
-        mass = mass + exponentials.sum()
+        logits, seen_values = logits[seen], values.double()[seen]
+        tops = [logits.detach().max()] if len(logits) else []
         if problem.beside is not None:
-            ancestor_mass = problem.beside.lse[head, i].double().exp()
+            tops.append(problem.beside.lse[head, i].double())
+        # An unbounded key step can push a logit beyond what float64 can exponentiate.
+        shift = max(tops, default=torch.zeros((), dtype=torch.float64))
+        shift = shift if torch.isfinite(shift) else torch.zeros_like(shift)
+        exponentials = (logits - shift).exp()
+        mass, weighted = exponentials.sum(), exponentials @ seen_values
+        if problem.beside is not None:
+            ancestor_mass = (problem.beside.lse[head, i].double() - shift).exp()
             mass = mass + ancestor_mass
             weighted = weighted + ancestor_mass * problem.beside.output[head, i].double()
         rows.append(weighted / mass if float(mass.detach()) > 0 else weighted)

@@ -72,7 +72,7 @@ def test_settings_as_text():
     config = load_config(
         {
             "GRKV_REUSE_MIN_HITS": "3",
-            "GRKV_COOLDOWN_REQUESTS": "0",
+            "GRKV_COOLDOWN_REQUESTS": "5",
             "GRKV_STEP_TOKENS": "256",
             "GRKV_PRESSURE_WATERMARK": "0.3",
             "GRKV_PRESSURE_RESERVE": "0.3",
@@ -82,7 +82,7 @@ def test_settings_as_text():
             "GRKV_TTL_S": "90.5",
         }
     )
-    assert (config.reuse_min_hits, config.cooldown_requests, config.step_tokens) == (3, 0, 256)
+    assert (config.reuse_min_hits, config.cooldown_requests, config.step_tokens) == (3, 5, 256)
     assert (config.pressure_watermark, config.pressure_reserve) == (0.3, 0.3)
     assert (config.merge_after_spans, config.max_generations) == (2, 0)
     assert (config.pin_share, config.ttl_s) == (1.0, 90.5)
@@ -160,7 +160,7 @@ def test_values_as_environment():
         GrkvConfig(triggers=(), compression=False, census=True, allow_forced=True),
         GrkvConfig(
             mode="exact", budget=1 / 3, budget_tokens=7, profile="paper", min_quality=0.1, min_span_tokens=2,
-            triggers=("pressure", "insert"), reuse_min_hits=2, cooldown_requests=0, step_tokens=1,
+            triggers=("pressure", "insert"), reuse_min_hits=2, cooldown_requests=1, step_tokens=1,
             pressure_watermark=0.999, pressure_reserve=0.1, merge_after_spans=2, max_generations=0,
             pin_share=0.0, ttl_s=1e-3, free_exact_twin="under_pressure",
         ),
