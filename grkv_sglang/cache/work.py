@@ -104,17 +104,16 @@ class CompressionWork:
 
     # -- the queue ---------------------------------------------------------------------------------
 
-    def add(self, job: CompressionJob, requests_seen: int) -> bool:
+    def add(self, job: CompressionJob, requests_seen: int) -> None:
         """Queue a job, together with one for the same prefix, unless it failed not long ago."""
         again_at = self._cooling.get(job.identity)
         if again_at is not None:
             if requests_seen < again_at:
                 self._counters.compressions_skipped["cooling_down"] += 1
-                return False
+                return
             del self._cooling[job.identity]
         waiting = self._jobs.get(job.identity)
         self._jobs[job.identity] = job if waiting is None else waiting.with_wishes_of(job)
-        return True
 
     def is_cooling(self, job: CompressionJob, requests_seen: int) -> bool:
         return requests_seen < self._cooling.get(job.identity, 0)

@@ -78,6 +78,15 @@ def test_the_span_that_is_there_is_continued_not_made_again():
     h.check()
 
 
+def test_nothing_is_moved_behind_a_span_of_no_slots():
+    h = Harness(allow_forced=True)
+    h.run([*DOC, 1, 2], {"prefix_end_tokens": 12, "forced": "none"})
+    assert ranges(h) == [(0, 12, 0)]
+    assert h.cache.total_size() == 0
+    assert h.submit([*DOC, 1, 2, 3]).prefix_len == 12
+    h.check()
+
+
 # -- steps -----------------------------------------------------------------------------------------
 
 

@@ -12,10 +12,10 @@ pytestmark = pytest.mark.engine
 
 
 def test_a_mixed_life_with_faults_leaves_a_clean_pool(model_path: Path, server_dir: Path):
-    result = run(requests=150, seed=7, folder=server_dir)
+    result = run(requests=100, seed=7, folder=server_dir)
     assert result["problems"] == []
     assert result["census"]["ok"]
-    assert result["counters"]["compressions_done"] > 20
-    assert result["counts"]["served from spans"] > 20
+    assert result["counters"]["compressions_done"] > 15
+    assert result["counts"]["served from spans"] > 10
     assert sum(result["counters"]["compressions_failed"].values()) > 0, "no fault was injected"
     assert result["retractions"] > 0
