@@ -66,7 +66,8 @@ def whole_pool(state: dict[str, Any]) -> bool:
 
 
 def test_spans_that_keep_every_token_change_no_output_though_requests_are_retracted(client: Client):
-    """Together, in chunks, behind spans, with retractions: as alone and exact."""
+    """Together, in chunks, behind spans, with retractions and overlap scheduling: as alone and exact."""
+    assert client.http.get("/server_info").json()["disable_overlap_schedule"] is False
     n = 320
     docs = [document(client, n, seed) for seed in (1, 2)]
     long_tail = document(client, 400, seed=30)  # two chunks behind the span
