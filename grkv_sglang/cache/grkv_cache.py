@@ -89,8 +89,12 @@ class GrkvRadixCache(SpanTree):
         """Stock: slots of locked nodes. Here with those of a span in the making."""
         return int(super().protected_size()) + self._work.held_slots
 
+    @property
+    def _compresses_under_pressure(self) -> bool:
+        return self.config.compression and "pressure" in self.config.triggers
+
     def reserve_slots(self) -> int:
-        if "pressure" not in self.config.triggers or not self.config.compression:
+        if not self._compresses_under_pressure:
             return 0
         return int(self.config.pressure_reserve * self.token_to_kv_pool_allocator.size)
 
@@ -182,8 +186,9 @@ class GrkvRadixCache(SpanTree):
         if not (checkpointed and req.finished()):
             return
         tokens = self.path_tokens(req.last_node)
+        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         if path_facts(req.last_node).span_tokens == 0:
-            self.mark_twins_of(req.last_node, RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt))
+            self.mark_twins_of(req.last_node, key)
         job = make_job(
             self._state_of(req),
             tokens,
@@ -198,7 +203,6 @@ class GrkvRadixCache(SpanTree):
         if job is None:
             return
         # A reused stretch ends where two prompts diverged; a span may reach further along this prompt.
-        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         if job.reason != "explicit" and self.covered_tokens(key, job.acceptance) >= job.end_tokens:
             self.counters.compressions_skipped["exists"] += 1
             return
@@ -243,7 +247,7 @@ class GrkvRadixCache(SpanTree):
     def _relieve_pressure(self) -> None:
         """At the watermark: free what spans stand for, then compress the coldest long stretch."""
         config, allocator = self.config, self.token_to_kv_pool_allocator
-        if self._pressure_seen or not config.compression or "pressure" not in config.triggers:
+        if self._pressure_seen or not self._compresses_under_pressure:
             return
         missing = int(config.pressure_watermark * allocator.size) - allocator.available_size()
         if missing <= 0:

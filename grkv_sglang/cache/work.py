@@ -68,7 +68,6 @@ class _InFlight:
     """Older spans that the new one takes in, first to last."""
     parent: TreeNode
     """Where the next span starts."""
-    shared: bool
     made: list[SpanNode] = field(default_factory=list)
     new_slots: Tensor | None = None
     work: Compression | None = None
@@ -106,12 +105,10 @@ class CompressionWork:
 
     def add(self, job: CompressionJob, requests_seen: int) -> None:
         """Queue a job, together with one for the same prefix, unless it failed not long ago."""
-        again_at = self._cooling.get(job.identity)
-        if again_at is not None:
-            if requests_seen < again_at:
-                self._counters.compressions_skipped["cooling_down"] += 1
-                return
-            del self._cooling[job.identity]
+        if self.is_cooling(job, requests_seen):
+            self._counters.compressions_skipped["cooling_down"] += 1
+            return
+        self._cooling.pop(job.identity, None)
         waiting = self._jobs.get(job.identity)
         self._jobs[job.identity] = job if waiting is None else waiting.with_wishes_of(job)
 
@@ -189,8 +186,7 @@ class CompressionWork:
             base = base.parent
         if merged:
             base = merged[0].parent
-            parts = [(covered, len(key))]
-        elif job.forced is not None:
+        if merged or job.forced is not None:
             parts = [(covered, len(key))]
         else:
             parts = plan_parts(
@@ -201,7 +197,6 @@ class CompressionWork:
             )
         # A header that stays exact ends at a node of its own.
         parent = tree.node_at(node, parts[0][0]) if parts[0][0] > covered else base
-        shared = job.reason == "explicit" or job.shared
         self._counters.compressions_started += 1
         return _InFlight(
             job=job,
@@ -214,7 +209,6 @@ class CompressionWork:
             exact_start=exact_start,
             merged=merged,
             parent=parent,
-            shared=shared,
         )
 
     def _cuts(self, job: CompressionJob, key: RadixKey, node: TreeNode) -> set[int]:
@@ -358,7 +352,7 @@ class CompressionWork:
             origin,
             reason=flight.job.reason,
             # Only the last span of a job ends where its prefix ends; the others end where prompts part.
-            shared=flight.shared or end != len(flight.key),
+            shared=flight.job.shared or end != len(flight.key),
             generation=1 + max(s.origin.generation for s in flight.merged) if flight.merged else 0,
             quality=origin.quality * min((s.origin.quality for s in flight.merged), default=1.0),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from typing import Literal
 
@@ -50,7 +51,7 @@ class CompressionJob:
         be (compressing once more would not change it)."""
         return Acceptance("prefer_compressed", self.budget, min_quality=0.0)
 
-    @property
+    @cached_property
     def identity(self) -> tuple[object, ...]:
         digest = sha256(self.token_ids.tobytes()).digest()
         return (digest, self.extra_key, self.cache_salt, self.budget, self.profile, self.forced)
