@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,15 @@ class Client:
                 return
             time.sleep(0.1)
         raise AssertionError("the cache was not flushed: requests still pending")
+
+    @contextmanager
+    def slow_layers(self) -> Iterator[None]:
+        """Every layer of a compression takes long enough for a request to come in between."""
+        slow = self.flag("slow")
+        try:
+            yield
+        finally:
+            slow.unlink()
 
     def flag(self, name: str, layer: int | None = None) -> Path:
         """Tell the test plugin inside the server to do something."""

@@ -293,8 +293,7 @@ def test_flush_in_the_middle_of_a_compression(client: Client):
     n = 640
     doc = document(client, n, seed=13)
     first, second = distinct_tails(client, 2)
-    slow = client.flag("slow")
-    try:
+    with client.slow_layers():
         client.generate(doc + first, {"prefix_end_tokens": n})
         deadline = time.monotonic() + 20
         while client.state()["pool"]["in_work_slots"] == 0 and time.monotonic() < deadline:
@@ -302,8 +301,6 @@ def test_flush_in_the_middle_of_a_compression(client: Client):
         state = client.state()
         assert state["pool"]["in_work_slots"] == 160
         assert client.http.post("/flush_cache").status_code == 200
-    finally:
-        slow.unlink()
     state = client.settled_state()
     assert state["pool"]["free_slots"] == POOL
     assert client.generate(doc + second).cached_tokens == 0
@@ -315,13 +312,10 @@ def test_a_path_that_is_split_while_it_is_compressed(client: Client):
     n = 640
     doc = document(client, n, seed=14)
     first, second = distinct_tails(client, 2)
-    slow = client.flag("slow")
-    try:
+    with client.slow_layers():
         client.generate(doc + first, {"prefix_end_tokens": n})
         answer = client.generate(doc[:400] + second)  # arrives between two steps, diverges inside
         assert answer.cached_tokens == 400
-    finally:
-        slow.unlink()
     state = client.settled_state()
     assert (n, 160) in [(span["tokens"], span["slots"]) for span in state["spans"]]
     assert client.generate(doc + second).served["span_tokens"] == n
