@@ -46,9 +46,26 @@ class GrkvConfig(BaseModel):
     budget_tokens: int | None = Field(
         None, ge=1, description="Kept tokens of a span as an absolute number; replaces `budget` when set."
     )
+    budget_min: float = Field(
+        0.01, gt=0.0, le=1.0, description="Least share of a prefix's tokens that a request may ask to keep."
+    )
+    budget_max: float = Field(
+        1.0, gt=0.0, le=1.0, description="Largest share of a prefix's tokens that a request may ask to keep."
+    )
     profile: str = Field("default", description="Selection and regression settings, by name.")
     min_quality: float = Field(
         0.0, ge=0.0, le=1.0, description="Requests are not served from spans of a lower measured quality."
+    )
+    quality_floor: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="A span of a lower measured quality is not stored; its prefix stays exact.",
+    )
+    protect_system: bool = Field(
+        False,
+        description="Never compress the system message, with the tool definitions that chat templates put "
+        "there.",
     )
     triggers: tuple[Trigger, ...] = Field(
         ("explicit", "reuse", "pressure"),
@@ -116,6 +133,12 @@ class GrkvConfig(BaseModel):
         if isinstance(value, str):
             return tuple(name.strip() for name in value.split(",") if name.strip())
         return value
+
+    @model_validator(mode="after")
+    def _budgets_in_order(self) -> GrkvConfig:
+        if self.budget_min > self.budget_max:
+            raise ValueError("budget_min must not exceed budget_max")
+        return self
 
     @model_validator(mode="after")
     def _reserve_below_watermark(self) -> GrkvConfig:

@@ -51,18 +51,22 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     from grkv_sglang.cache.grkv_cache import GrkvRadixCache
     from grkv_sglang.cache.ranks import Ranks
     from grkv_sglang.config import load_config
+    from grkv_sglang.policy.prompts import pass_prompts
     from grkv_sglang.refusals import check_server
 
     config = load_config()
     row_gaps = check_server(ctx)
-    compressor = Compressor(ctx.tp_worker.model_runner)
+    tokenizer = ctx.tp_worker.tokenizer
+    compressor = Compressor(
+        ctx.tp_worker.model_runner, None if tokenizer is None else pass_prompts(tokenizer)
+    )
     compressor.check_profile(config.profile)
     return GrkvRadixCache(
         ctx.params,
         config,
         row_gaps,
         compressor,
-        markers=_template_markers(ctx.tp_worker.tokenizer),
+        markers=_template_markers(tokenizer),
         ranks=Ranks(ctx.params.tp_cache_group, ctx.tp_size),
     )
 

@@ -1,8 +1,9 @@
 """Compress the tokens of one path into new KV slots: a probe forward for queries, then the core per layer.
 
 The probe is one forward pass over a few sampled tokens of the cached prefix. Each attends to the cached
-KV up to its own position, nothing is written, and its queries equal those of the prefill. With the queries
-of every layer at hand (a few MiB) the layers are independent of each other: they are compressed a few per
+KV up to its own position, nothing is written, and its queries equal those of the prefill. Some profiles
+add a pass over as many tokens as the span has, in chunks that write nothing either. With the queries of
+every layer at hand (a few MiB) the layers are independent of each other: they are compressed a few per
 scheduler step, so that running requests keep their pace.
 
 Written against SGLang 0.5.23: ``model_executor/forward_batch_info.py: ForwardBatch``,
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,21 +29,31 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grkv_sglang.cache.span import SpanOrigin
 from grkv_sglang.core import (
+    CUE_TOKENS,
     LayerInputs,
     LayerResult,
+    PassChunk,
+    PassKind,
+    PassResults,
     Profile,
     QueryPlan,
     RotaryTable,
     SpanQuality,
+    always_kept_tokens,
     compress_layer,
     get_profile,
     get_scorer,
     plan_queries,
 )
+from grkv_sglang.policy.prompts import PassPrompts, longest_prompt, pass_chunks
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+CHUNK_TOKENS = 256
+"""Tokens of one forward pass beyond the probe: one scheduler step."""
 
 
 class CompressionError(RuntimeError):
@@ -67,14 +79,26 @@ class SpanSource:
     """Position of the first of `token_ids`; `start_tokens` unless spans are merged."""
     slots: Tensor
     """[k], one per token of `token_ids`."""
+    merged_token_ids: Sequence[int]
+    """``[start_tokens, exact_start_tokens)``: what the merged spans stand for."""
     merged_slots: Tensor
     """[j], slots of older spans that the new one takes in; none in general."""
+    protected: tuple[tuple[int, int], ...]
+    """Ranges of positions in the prompt whose tokens are kept as they are."""
     ancestor_slots: Tensor
     """[p], slots of everything before the span; all are visible to every query of the span."""
 
     @property
     def end_tokens(self) -> int:
         return self.exact_start_tokens + len(self.token_ids)
+
+    def protected_candidates(self) -> Tensor | None:
+        """[j + k] bool, the candidates that stand for a protected token; None where there is none."""
+        mask = torch.zeros(self.num_candidates, dtype=torch.bool)
+        for start, end in self.protected:
+            low, high = (max(0, at - self.exact_start_tokens) for at in (start, end))
+            mask[self.merged_slots.numel() :][low:high] = True
+        return mask if mask.any() else None
 
     @property
     def num_candidates(self) -> int:
@@ -88,8 +112,10 @@ class SpanSource:
 class Compressor:
     """Turns a SpanSource into compressed KV. Holds what it needs to know of the model; no request state."""
 
-    def __init__(self, model_runner: ModelRunner) -> None:
+    def __init__(self, model_runner: ModelRunner, prompts: PassPrompts | None = None) -> None:
+        """`prompts`: what passes put behind a span; None where the server has no tokenizer."""
         self._runner = model_runner
+        self._prompts = prompts
         self._pool = model_runner.token_to_kv_pool
         self._rotary = _find_rotary(model_runner.model)
         self._output_projections = _find_output_projections(model_runner.model)
@@ -105,6 +131,18 @@ class Compressor:
             raise ValueError(
                 f"profile {name!r} re-rotates queries, but the model has no single RoPE table; "
                 "serve it without --radix-cache-backend grkv"
+            )
+        storage = get_scorer(profile.scorer).storage
+        if storage != "even":
+            raise ValueError(
+                f"profile {name!r} selects with {profile.scorer!r}, whose budgets are {storage}: the server "
+                "holds the same number of tokens for every KV head of every layer; use profile 'default' or "
+                "'best'"
+            )
+        if profile.passes - {"span"} and self._prompts is None:
+            raise ValueError(
+                f"profile {name!r} puts requests behind the prefix, which takes a tokenizer "
+                "(--skip-tokenizer-init is set); use profile 'paper'"
             )
         if get_scorer(profile.scorer).needs_output_projection and not self._output_projections:
             raise ValueError(
@@ -122,7 +160,7 @@ class Compressor:
     def start(
         self, source: SpanSource, profile: Profile, new_slots: Tensor, lora_id: str | None = None
     ) -> Compression:
-        """Run the probe; the layers are done by `Compression.advance`.
+        """Run the probe; passes and layers are done by `Compression.advance_pass` and `advance`.
 
         Args:
             source: what to compress.
@@ -135,24 +173,69 @@ class Compressor:
         """
         started = time.perf_counter()
         n_candidates, n_slots = source.num_candidates, new_slots.numel()
-        always_kept = profile.n_window + (profile.sinks if source.start_tokens == 0 else 0)
-        if n_slots < n_candidates and n_slots <= always_kept:
-            raise CompressionError(
-                "budget_too_small",
-                f"{n_slots} slots leave nothing to select beyond {always_kept} tokens that are always kept",
-            )
+        protected = source.protected_candidates()
+        if n_slots < n_candidates:
+            try:
+                always_kept_tokens(
+                    n_candidates, n_slots=n_slots, n_window=profile.n_window, sinks=profile.sinks,
+                    starts_sequence=source.start_tokens == 0, device=torch.device("cpu"), protected=protected,
+                )  # fmt: skip
+            except ValueError as error:
+                raise CompressionError("budget_too_small", str(error)) from error
         try:
             plan = plan_queries(n_candidates, profile, first=source.merged_slots.numel())
         except ValueError as error:
             raise CompressionError("too_short", str(error)) from error
         probe = _ProbeBackend(self._pool, source, plan)
         with self.on_forward_stream():
-            self._forward(source, plan, probe, lora_id)
+            relative = plan.positions - source.merged_slots.numel()
+            ids = [source.token_ids[i] for i in relative.tolist()]
+            self._forward(ids, relative + source.exact_start_tokens, probe, lora_id)
         if len(probe.queries) != self.num_layers:
             raise CompressionError(
                 "incomplete", f"the probe passed {len(probe.queries)} of {self.num_layers} layers"
             )
-        return Compression(self, source, profile, plan, new_slots, probe, time.perf_counter() - started)
+        work = Compression(self, source, profile, plan, new_slots, probe, protected)
+        if n_slots < n_candidates:
+            work.chunks.extend(self._chunks(source, profile))
+        work.probe_s = time.perf_counter() - started
+        work.lora_id = lora_id
+        return work
+
+    def _chunks(self, source: SpanSource, profile: Profile) -> Iterator[tuple[PassKind, PassChunk]]:
+        """The forward passes that the profile needs beyond the probe."""
+        tokens = [*source.merged_token_ids, *source.token_ids]
+        if "span" in profile.passes and source.merged_slots.numel():
+            raise CompressionError("unsupported", "merged spans hold no tokens for a pass over the span")
+        if not profile.passes or self._prompts is None:
+            return
+        room = self._runner.model_config.context_len - source.end_tokens - longest_prompt(self._prompts)
+        least = CUE_TOKENS if "repetition" in profile.passes else 0
+        if room < least:
+            raise CompressionError(
+                "no_positions",
+                f"profile {profile.name!r} puts requests behind the prefix: {least - room} positions of the "
+                "model's are missing",
+            )
+        for kind in sorted(profile.passes):
+            for chunk in pass_chunks(
+                kind,
+                tokens,
+                self._prompts,
+                chunk_tokens=min(CHUNK_TOKENS, room) if kind == "repetition" else CHUNK_TOKENS,
+                n_sampled=profile.fit_repetition,
+                # The slots of merged spans stand for no tokens in particular: look at all of them.
+                reach_tokens=None if source.merged_slots.numel() else profile.repetition_reach_tokens,
+            ):
+                yield kind, chunk
+
+    def run_chunk(self, work: Compression, kind: PassKind, chunk: PassChunk) -> None:
+        """One forward pass of `work`."""
+        source = work.source
+        positions = torch.arange(len(chunk.token_ids)) + source.start_tokens + chunk.first_position
+        backend = _PassBackend(self._pool, source, work.results[kind], chunk)
+        with self.on_forward_stream():
+            self._forward(list(chunk.token_ids), positions, backend, work.lora_id)
 
     @torch.no_grad()
     def copy(self, source: SpanSource, new_slots: Tensor) -> SpanOrigin:
@@ -184,12 +267,21 @@ class Compressor:
                 ancestor_keys=keys[ancestors] if ancestors.numel() else None,
                 ancestor_values=values[ancestors] if ancestors.numel() else None,
                 output_projection=self._output_projections.get(layer_id),
+                passes={kind: results.statistics(layer_id) for kind, results in work.results.items()},
+                pass_queries={
+                    kind: work.results[kind].queries(layer_id, count)
+                    for kind, count in work.profile.fitted_of_passes.items()
+                    if kind in work.results
+                },
+                layer=layer_id,
+                n_layers=self.num_layers,
             ),
             work.plan,
             work.profile,
             n_slots=work.new_slots.numel(),
             starts_sequence=source.start_tokens == 0,
             rotary=self._rotary if work.profile.rerotate else None,
+            protected=work.protected,
         )
         if not (torch.isfinite(result.keys).all() and torch.isfinite(result.values).all()):
             raise CompressionError("non_finite", f"layer {layer_id} gave a non-finite key or value")
@@ -199,15 +291,13 @@ class Compressor:
         work.copy_s += time.perf_counter() - started
         return result
 
-    def _forward(
-        self, source: SpanSource, plan: QueryPlan, probe: _ProbeBackend, lora_id: str | None
-    ) -> None:
+    def _forward(self, token_ids: list[int], positions: Tensor, backend: Any, lora_id: str | None) -> None:
+        """The model's layers over these tokens at these positions, with attention by `backend`."""
         device = self._runner.device
-        relative = plan.positions - source.merged_slots.numel()
-        ids = torch.tensor([source.token_ids[i] for i in relative.tolist()], dtype=torch.int64, device=device)
-        positions = (relative + source.exact_start_tokens).to(device)
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
+        end = int(positions[-1]) + 1
+        positions = positions.to(device)
         num_queries = ids.numel()
-        end = source.end_tokens
         batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=1,
@@ -226,7 +316,7 @@ class Compressor:
             lora_ids=[lora_id],
         )
         self._prepare_lora(batch, lora_id)
-        with forward_context(ForwardContext(attn_backend=probe), forward_batch=batch):
+        with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
             # The inner model: hidden states only, no logits.
             self._runner.model.model(ids, positions, batch)
 
@@ -261,20 +351,32 @@ class Compression:
         plan: QueryPlan,
         new_slots: Tensor,
         probe: _ProbeBackend,
-        probe_s: float,
+        protected: Tensor | None,
     ) -> None:
         self.source, self.profile, self.plan, self.new_slots = source, profile, plan, new_slots
-        self.probe = probe
+        self.probe, self.protected = probe, protected
+        self.chunks: deque[tuple[PassKind, PassChunk]] = deque()
+        """Of passes, still to do."""
+        self.results: defaultdict[PassKind, PassResults] = defaultdict(PassResults)
+        """Of the passes that were begun: none where all tokens are kept."""
+        self.lora_id: str | None = None
         self.quality = SpanQuality()
         self.layers_done = 0
         self.copy_s = 0.0
         self._compressor = compressor
-        self._probe_s = probe_s
+        self.probe_s = self._pass_s = 0.0
         self._advance_s = self._select_s = self._regress_s = 0.0
 
     @property
     def done(self) -> bool:
         return self.layers_done == self._compressor.num_layers
+
+    @torch.no_grad()
+    def advance_pass(self) -> None:
+        """Do the next chunk of a pass. Raises CompressionError; then the span cannot be finished."""
+        started = time.perf_counter()
+        self._compressor.run_chunk(self, *self.chunks.popleft())
+        self._pass_s += time.perf_counter() - started
 
     @torch.no_grad()
     def advance(self, max_layers: int) -> None:
@@ -293,13 +395,14 @@ class Compression:
     def origin(self, quality: SpanQuality) -> SpanOrigin:
         """How the finished span was made; `quality` is this rank's or, with several, that of all."""
         # What is neither selection, regression nor copy is the gathering of KV: counted with the probe.
-        total_s = self._probe_s + self._advance_s
+        total_s = self.probe_s + self._pass_s + self._advance_s
         return SpanOrigin(
             profile=self.profile.name,
             quality=quality.quality,
             error_before=quality.error_before,
             error_after=quality.error_after,
-            probe_s=total_s - self._select_s - self._regress_s - self.copy_s,
+            probe_s=total_s - self._pass_s - self._select_s - self._regress_s - self.copy_s,
+            pass_s=self._pass_s,
             select_s=self._select_s,
             regress_s=self._regress_s,
             copy_s=self.copy_s,
@@ -348,6 +451,45 @@ class _ProbeBackend:
             attn_mask=self._mask, scale=layer.scaling, enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
         )  # fmt: skip
         return output[0].movedim(0, 1).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+
+class _PassBackend:
+    """Attention backend of one chunk of a pass: attends to cached KV and its own tokens, writes nothing."""
+
+    def __init__(self, pool: Any, source: SpanSource, results: PassResults, chunk: PassChunk) -> None:
+        self.token_to_kv_pool = pool
+        self._candidates, self._ancestors = source.candidates, source.ancestor_slots
+        self._results, self._chunk = results, chunk
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **unexpected: Any,
+    ) -> Tensor:
+        if unexpected:
+            raise CompressionError(
+                "unsupported_model", f"attention arguments {sorted(unexpected)} are not served"
+            )
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        ancestors = self._ancestors
+        output = self._results.attend(
+            layer.layer_id,
+            self._chunk,
+            queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            own_keys=k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            own_values=v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            keys=keys[self._candidates],
+            values=values[self._candidates],
+            ancestors=(keys[ancestors], values[ancestors]) if ancestors.numel() else None,
+            scale=layer.scaling,
+        )
+        return output.to(q.dtype).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from grkv_sglang.cache.work import CompressionWork, FinishedJob
 from grkv_sglang.config import GrkvConfig
 from grkv_sglang.policy.acceptance import Acceptance, Budget, acceptance_of, budget_of
 from grkv_sglang.policy.boundaries import MessageMarkers
-from grkv_sglang.policy.jobs import CompressionJob, RequestState, make_job, reused_stretch
+from grkv_sglang.policy.jobs import CompressionJob, RequestState, exact_head, make_job, reused_stretch
 from grkv_sglang.policy.options import NO_OPTIONS, OPTIONS_KEY, OptionsError, parse_options
 
 if TYPE_CHECKING:
@@ -267,6 +267,9 @@ class GrkvRadixCache(SpanTree):
                 "pressure",
                 budget_of(NO_OPTIONS, config),
                 config.profile,
+                exact_tokens=exact_head(
+                    stretch.path_tokens, config=config, page_size=self.page_size, markers=self._markers
+                ),
                 shared=stretch.shared,
             )
             if not self._work.is_cooling(job, self._requests_seen):

@@ -22,6 +22,8 @@ class ColdStretch:
     cache_salt: str | None
     shared: bool
     """Prompts part at its end."""
+    path_tokens: array[int]
+    """The whole path's, beyond the stretch's end."""
 
 
 def cold_stretches(tree: SpanTree, min_tokens: int, markers: MessageMarkers | None) -> Iterator[ColdStretch]:
@@ -55,4 +57,6 @@ def cold_stretches(tree: SpanTree, min_tokens: int, markers: MessageMarkers | No
         end = end // tree.page_size * tree.page_size
         if end - facts.last_span_end < min_tokens:
             continue
-        yield ColdStretch(tokens[:end], leaf.key.extra_key, leaf.key.cache_salt, shared)
+        yield ColdStretch(
+            tokens[:end], leaf.key.extra_key, leaf.key.cache_salt, shared, tree.path_tokens(leaf)
+        )

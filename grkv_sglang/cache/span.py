@@ -29,7 +29,10 @@ class SpanOrigin:
     """How often its oldest KV was compressed again: 0 when made from exact KV alone."""
     shared: bool = True
     """Prompts part at its end, or a request marked it: never merged into a longer span."""
+    protected: tuple[tuple[int, int], ...] = ()
+    """Positions of the prompt that it keeps as they were."""
     probe_s: float = 0.0
+    pass_s: float = 0.0
     select_s: float = 0.0
     regress_s: float = 0.0
     copy_s: float = 0.0

@@ -150,6 +150,8 @@ class SpanTree(RadixCache):  # type: ignore[misc]
 
     def _accepts(self, acceptance: Acceptance, span: SpanNode) -> bool:
         return acceptance.accepts(
+            start_tokens=span.start_tokens,
+            protected=span.origin.protected,
             n_tokens=len(span.key),
             n_slots=span.num_slots,
             quality=span.origin.quality,

@@ -27,6 +27,7 @@ from grkv_sglang.cache.ranks import Ranks
 from grkv_sglang.cache.span import SpanNode, SpanOrigin, path_facts
 from grkv_sglang.config import GrkvConfig
 from grkv_sglang.core import SpanQuality
+from grkv_sglang.policy import ranges
 from grkv_sglang.policy.acceptance import Acceptance
 from grkv_sglang.policy.boundaries import MessageMarkers, system_end
 from grkv_sglang.policy.jobs import CompressionJob, plan_parts
@@ -145,7 +146,7 @@ class CompressionWork:
     # -- a step ------------------------------------------------------------------------------------
 
     def step(self, requests_seen: int) -> None:
-        """Do a bounded piece of work: a probe, some layers, or the end of a span."""
+        """Do a bounded piece of work: a probe, a chunk of a pass, some layers, or the end of a span."""
         self._requests_seen = requests_seen
         while self._in_flight is None and self._jobs:
             _, job = self._jobs.popitem(last=False)
@@ -155,6 +156,9 @@ class CompressionWork:
             return
         if flight.layers_left is None:
             self._next_span(flight)
+        elif flight.work is not None and flight.work.chunks:
+            self._attempt(flight, flight.work.advance_pass)
+            self._some_rank_failed(flight)
         else:
             self._next_layers(flight)
 
@@ -194,7 +198,13 @@ class CompressionWork:
                 end=len(key),
                 cuts=self._cuts(job, key, node),
                 min_tokens=self._config.min_span_tokens,
+                exact_until=job.exact_tokens,
             )
+            if not parts:
+                # Cooling, so that pressure looks at other stretches.
+                self._counters.compressions_skipped["protected"] += 1
+                self._cool(job)
+                return None
         # A header that stays exact ends at a node of its own.
         parent = tree.node_at(node, parts[0][0]) if parts[0][0] > covered else base
         self._counters.compressions_started += 1
@@ -234,6 +244,9 @@ class CompressionWork:
                 break
             if origin.generation >= self._config.max_generations:
                 break
+            # What was compressed before does not come back token by token.
+            if ranges.within(job.protected, span.start_tokens, job.end_tokens - tail_tokens):
+                break
             run.append(span)
         return run[::-1] if len(run) >= self._config.merge_after_spans else []
 
@@ -248,7 +261,8 @@ class CompressionWork:
         if self._some_rank_failed(flight):
             return
         flight.layers_left = 0 if flight.work is None else self._compressor.num_layers
-        if flight.layers_left <= self._layers_per_step(end - start):
+        one_step = flight.layers_left <= self._layers_per_step(end - start)
+        if one_step and not (flight.work is not None and flight.work.chunks):
             self._next_layers(flight)
 
     def _next_layers(self, flight: _InFlight) -> None:
@@ -297,14 +311,17 @@ class CompressionWork:
         if job.forced is not None:
             n_slots = n_tokens if job.forced == "all" else 0
         else:
-            n_slots = job.budget.slots(n_tokens, self._tree.page_size)
+            protected = ranges.size(ranges.within(job.protected, start, end))
+            n_slots = job.budget.slots(n_tokens, self._tree.page_size, protected)
         first = max(start, flight.exact_start)
         source = SpanSource(
             start_tokens=start,
             token_ids=job.token_ids[first:end],
             exact_start_tokens=first,
             slots=flight.exact[first - flight.exact_start : end - flight.exact_start],
+            merged_token_ids=job.token_ids[start:first],
             merged_slots=self._slots_of(flight.merged),
+            protected=job.protected,
             ancestor_slots=torch.cat([flight.before, flight.exact[: max(0, start - flight.exact_start)]]),
         )
         flight.new_slots = self._allocate(n_slots, may_evict=job.reason != "pressure")
@@ -355,7 +372,16 @@ class CompressionWork:
             shared=flight.job.shared or end != len(flight.key),
             generation=1 + max(s.origin.generation for s in flight.merged) if flight.merged else 0,
             quality=origin.quality * min((s.origin.quality for s in flight.merged), default=1.0),
+            protected=ranges.within(flight.job.protected, start, end),
         )
+        if origin.quality < self._config.quality_floor and not origin.forced:
+            flight.failure = CompressionError(
+                "low_quality",
+                f"quality {origin.quality:.4f} is below the floor of {self._config.quality_floor:g}; "
+                "the prefix stays exact",
+            )
+            self._end(flight)
+            return
         span = self._tree.add_span(
             flight.parent, flight.key[start:end], new_slots, start, origin, flight.merged
         )
@@ -393,8 +419,12 @@ class CompressionWork:
                 "grkv: %s compression of %d tokens not done: %s (%s)",
                 flight.job.reason, len(flight.key), flight.failure, reason,
             )  # fmt: skip
-            self._cooling[flight.job.identity] = self._requests_seen + self._config.cooldown_requests
-            while len(self._cooling) > MAX_COOLING:
-                self._cooling.popitem(last=False)
+            self._cool(flight.job)
         if isinstance(flight.parent, SpanNode) and flight.parent.start_tokens >= flight.covered:
             self.finished.append(FinishedJob(flight.job, flight.made, flight.parent))
+
+    def _cool(self, job: CompressionJob) -> None:
+        """Do not try this job again for some requests."""
+        self._cooling[job.identity] = self._requests_seen + self._config.cooldown_requests
+        while len(self._cooling) > MAX_COOLING:
+            self._cooling.popitem(last=False)

@@ -10,13 +10,30 @@ from grkv_sglang.core.compress import (
     quality,
     relative_error,
 )
+from grkv_sglang.core.passes import (
+    CUE_TOKENS,
+    PassChunk,
+    PassResults,
+    question_chunks,
+    repetition_chunks,
+    span_chunks,
+)
 from grkv_sglang.core.profiles import Profile, get_profile, profile_names
 from grkv_sglang.core.queries import QueryPlan, plan_queries, queries_needed
 from grkv_sglang.core.regression import KEY_AND_VALUE, UNCHANGED, VALUE_ONLY, Problem, regress
 from grkv_sglang.core.rope import RotaryTable, rotate_forward
-from grkv_sglang.core.selection import Scorer, ScoringContext, get_scorer, scorer_names
+from grkv_sglang.core.selection import (
+    PassKind,
+    PassStatistics,
+    Scorer,
+    ScoringContext,
+    get_scorer,
+    scorer_names,
+)
+from grkv_sglang.core.selection.base import always_kept_tokens
 
 __all__ = [
+    "CUE_TOKENS",
     "KEY_AND_VALUE",
     "UNCHANGED",
     "VALUE_ONLY",
@@ -24,6 +41,10 @@ __all__ = [
     "LayerInputs",
     "LayerResult",
     "Partial",
+    "PassChunk",
+    "PassKind",
+    "PassResults",
+    "PassStatistics",
     "Problem",
     "Profile",
     "QueryPlan",
@@ -31,6 +52,7 @@ __all__ = [
     "Scorer",
     "ScoringContext",
     "SpanQuality",
+    "always_kept_tokens",
     "attend",
     "compress_layer",
     "get_profile",
@@ -41,9 +63,12 @@ __all__ = [
     "profile_names",
     "quality",
     "queries_needed",
+    "question_chunks",
     "regress",
     "relative_error",
+    "repetition_chunks",
     "rotate_forward",
     "scorer_names",
     "slots_for_budget",
+    "span_chunks",
 ]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from grkv_sglang.core.attention import Attention, Partial, attend, group_rows
-from grkv_sglang.core.profiles import Profile, QueryKind
+from grkv_sglang.core.profiles import Profile
 from grkv_sglang.core.queries import QueryPlan
 from grkv_sglang.core.regression import UNCHANGED, Problem, regress
 from grkv_sglang.core.rope import RotaryTable, rotate_forward
-from grkv_sglang.core.selection import ScoringContext, get_scorer
-from grkv_sglang.core.selection.base import always_kept_tokens, indices_of, top_mask
+from grkv_sglang.core.selection import PassKind, PassStatistics, QueryKind, Scorer, ScoringContext, get_scorer
+from grkv_sglang.core.selection.base import always_kept_tokens, top_masks
 
 _STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,6 +35,10 @@ class LayerInputs:
             p = 0 when there are none.
         ancestor_values: [p, Hkv, dv], given exactly when `ancestor_keys` is.
         output_projection: [hidden, Hq * dv], for selection methods that need it.
+        passes: by kind, what the profile's passes left of this layer.
+        pass_queries: by kind, [k, Hq, d] post-RoPE queries out of a pass, from behind the span; those that
+            the profile fits.
+        layer, n_layers: which layer this is, and of how many.
     """
 
     keys: Tensor
@@ -43,6 +48,10 @@ class LayerInputs:
     ancestor_keys: Tensor | None = None
     ancestor_values: Tensor | None = None
     output_projection: Tensor | None = None
+    passes: Mapping[PassKind, PassStatistics] = field(default_factory=dict)
+    pass_queries: Mapping[PassKind, Tensor] = field(default_factory=dict)
+    layer: int = 0
+    n_layers: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,8 +63,10 @@ class LayerResult:
     finite where an input was not.
 
     Attributes:
-        kept: [Hkv, c] int64, ascending, relative to the span's start.
-        keys: [c, Hkv, d] in the storage dtype; row j of head h stands for token `kept[h, j]`.
+        kept: [Hkv, c] int64, ascending, relative to the span's start. With per-head budgets c is the largest
+            head's number, and behind the last token of a head comes -1.
+        keys: [c, Hkv, d] in the storage dtype; row j of head h stands for token `kept[h, j]`; zero where
+            there is none.
         values: [c, Hkv, dv] likewise.
         error_before: sum of `||O - Y||^2` with the selected tokens as they were.
         error_after: the same with the tokens of this result.
@@ -133,17 +144,36 @@ class SpanQuality:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some of the plan's queries, each at the position that it is used at.
+    """Some queries, each at the position that it is used at.
 
     Attributes:
         queries: [Hkv, N, d] float32 query rows.
-        positions: [m] int64, the last token that each query sees; None when all see the whole span.
+        positions: [m] int64, the last token of the span that each query sees.
+        see_all: every query sees the whole span.
         beside: their attention over the ancestors.
     """
 
     queries: Tensor
-    positions: Tensor | None
+    positions: Tensor
+    see_all: bool
     beside: Partial | None
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[_Rows]) -> _Rows:
+        if len(parts) == 1:
+            return parts[0]
+        besides = [part.beside for part in parts if part.beside is not None]
+        return cls(
+            queries=torch.cat([part.queries for part in parts], dim=1),
+            positions=torch.cat([part.positions for part in parts]),
+            see_all=all(part.see_all for part in parts),
+            beside=Partial(
+                output=torch.cat([partial.output for partial in besides], dim=1),
+                lse=torch.cat([partial.lse for partial in besides], dim=1),
+            )
+            if besides
+            else None,
+        )
 
 
 class _Layer:
@@ -152,9 +182,11 @@ class _Layer:
     def __init__(
         self, inputs: LayerInputs, plan: QueryPlan, profile: Profile, rotary: RotaryTable | None
     ) -> None:
-        self.keys = inputs.keys.transpose(0, 1).float()
-        self.values = inputs.values.transpose(0, 1).float()
+        # Contiguous: every product with them would copy them again.
+        self.keys = inputs.keys.transpose(0, 1).float().contiguous()
+        self.values = inputs.values.transpose(0, 1).float().contiguous()
         self.scale = inputs.scale
+        self.group = inputs.queries.shape[1] // inputs.keys.shape[1]
         self._queries = inputs.queries
         self._ancestors: tuple[Tensor, Tensor] | None = None
         keys, values = inputs.ancestor_keys, inputs.ancestor_values
@@ -162,48 +194,179 @@ class _Layer:
             self._ancestors = keys.transpose(0, 1).float(), values.transpose(0, 1).float()
         self._positions = plan.positions
         self._profile = profile
-        self._rotary = rotary
+        self._inputs = inputs
+        self.rotary = rotary
+
+    def context(
+        self, rows: Mapping[QueryKind, _Rows], attended: Mapping[QueryKind, Attention], *, n_sinks: int
+    ) -> ScoringContext:
+        """What the selection may look at."""
+        inputs, n_kv_heads = self._inputs, self.keys.shape[0]
+
+        def by_query(tensor: Tensor, n_queries: int) -> Tensor:
+            """[Hkv, N, x] -> [Hkv, m, G, x]"""
+            return tensor.view(n_kv_heads, n_queries, -1, tensor.shape[-1])
+
+        return ScoringContext(
+            keys=self.keys,
+            values=self.values,
+            weights={k: by_query(a.weights, len(rows[k].positions)) for k, a in attended.items()},
+            queries={k: by_query(r.queries, len(r.positions)) for k, r in rows.items()},
+            passes=inputs.passes,
+            output_projection=inputs.output_projection,
+            rotary=self.rotary,
+            scale=self.scale,
+            n_window=self._profile.n_window,
+            n_sinks=n_sinks,
+            pool_kernel=self._profile.pool_kernel,
+            layer=inputs.layer,
+            n_layers=inputs.n_layers,
+        )
 
     def rows(self, chosen: Tensor, kind: QueryKind) -> _Rows:
         """The queries `chosen` [m] bool of the plan, moved to where queries of this kind are used."""
-        n_kv_heads, n_tokens, _ = self.keys.shape
         index = chosen.nonzero().squeeze(1)
         at = self._positions[index]
         queries = self._queries[index.to(self._queries.device)].float()
-        positions: Tensor | None = at.to(self.keys.device)
         if kind == "strata" and self._profile.rerotate:
-            if self._rotary is None:
+            if self.rotary is None:
                 raise ValueError(
                     f"expected a rotary table, which profile {self._profile.name!r} needs to move queries "
                     "to the span's last position, got None"
                 )
-            queries = rotate_forward(queries, n_tokens - 1 - at, self._rotary)
-            positions = None
-        rows = group_rows(queries, n_kv_heads)
+            last = torch.full_like(at, self.keys.shape[1] - 1)
+            return self._grouped(rotate_forward(queries, last - at, self.rotary), last)
+        return self._grouped(queries, at)
+
+    def fitted(
+        self, plan: QueryPlan, scored: Mapping[QueryKind, tuple[_Rows, Attention]]
+    ) -> tuple[_Rows, Partial]:
+        """What the regression fits, any mixture of kinds, and the attention of it over the full span.
+
+        `scored` holds what the selection has looked at already, to be used again where it is the same.
+        """
+        parts: list[tuple[_Rows, Partial]] = []
+        wanted: dict[QueryKind, Tensor] = {"window": plan.fit_window, "strata": plan.fit_strata}
+        for kind, chosen in wanted.items():
+            if kind in scored and torch.equal(chosen, plan.scoring(kind)):
+                parts.append(scored[kind])
+            elif chosen.any():
+                rows = self.rows(chosen, kind)
+                parts.append((rows, self.attend(rows)))
+        for pass_kind, count in self._profile.fitted_of_passes.items():
+            queries = self._inputs.pass_queries.get(pass_kind)
+            if queries is None or not len(queries):
+                raise ValueError(
+                    f"expected {count} queries of pass {pass_kind!r}, which profile "
+                    f"{self._profile.name!r} fits, got none"
+                )
+            # They come from behind the span: every one sees all of it.
+            last = torch.full((len(queries),), self.keys.shape[1] - 1)
+            rows = self._grouped(queries.float(), last)
+            parts.append((rows, self.attend(rows)))
+        if not parts:
+            raise ValueError(
+                f"expected a plan with queries to fit, because profile {self._profile.name!r} has a value or "
+                "key step, got none in fit_window and fit_strata, and no queries of passes"
+            )
+        if len(parts) == 1:
+            return parts[0]
+        target = Partial(
+            output=torch.cat([attention.output for _, attention in parts], dim=1),
+            lse=torch.cat([attention.lse for _, attention in parts], dim=1),
+        )
+        return _Rows.concatenated([rows for rows, _ in parts]), target
+
+    def _grouped(self, queries: Tensor, positions: Tensor) -> _Rows:
+        rows = group_rows(queries, self.keys.shape[0])
         beside = None if self._ancestors is None else attend(rows, *self._ancestors, scale=self.scale)
-        return _Rows(rows, positions, beside)
+        see_all = bool((positions >= self.keys.shape[1] - 1).all())
+        return _Rows(rows, positions.to(self.keys.device), see_all, beside)
 
     def attend(self, rows: _Rows) -> Attention:
         """Over ancestors and the full span."""
         visible = None
-        if rows.positions is not None:
+        if not rows.see_all:
             token = torch.arange(self.keys.shape[1], device=self.keys.device)
             visible = token <= rows.positions[:, None]
         return attend(
             rows.queries, self.keys, self.values, scale=self.scale, visible=visible, beside=rows.beside
         )
 
-    def retained(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [Hkv, c, ...] of the tokens `kept` [Hkv, c]."""
-        head = torch.arange(kept.shape[0], device=kept.device).unsqueeze(1)
-        return self.keys[head, kept], self.values[head, kept]
+    def retained(self, chosen: _Chosen) -> tuple[Tensor, Tensor]:
+        """Keys and values [Hkv, c, ...] of the chosen tokens; zero where there is none."""
+        head = torch.arange(chosen.tokens.shape[0], device=chosen.tokens.device).unsqueeze(1)
+        keys, values = self.keys[head, chosen.tokens], self.values[head, chosen.tokens]
+        if chosen.valid is not None:
+            keys, values = (tensor * chosen.valid.unsqueeze(-1) for tensor in (keys, values))
+        return keys, values
 
-    def problem(self, rows: _Rows, target: Tensor, kept: Tensor) -> Problem:
-        """Reproducing `target` [Hkv, N, dv] for these rows from the tokens `kept` [Hkv, c]."""
+    def problem(self, rows: _Rows, target: Partial, chosen: _Chosen) -> Problem:
+        """Reproducing the attention `target` for these rows from the chosen tokens."""
         visible = None
-        if rows.positions is not None:
-            visible = kept.unsqueeze(1) <= rows.positions[:, None]
-        return Problem(rows.queries, target, visible, rows.beside, self.scale)
+        if not rows.see_all:
+            visible = chosen.tokens.unsqueeze(1) <= rows.positions[:, None]
+        if chosen.valid is not None:
+            valid = chosen.valid.unsqueeze(1).expand(-1, len(rows.positions), -1)
+            visible = valid if visible is None else visible & valid
+        return Problem(rows.queries, target.output, visible, rows.beside, self.scale, self.group)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The retained tokens, those that the regression may change first: which spares it all indexing.
+
+    Attributes:
+        tokens: [Hkv, c] int64 positions in the span; both the changeable and the other ones ascend.
+        valid: [Hkv, c] bool, False where a head with fewer tokens than others holds none; None if all hold
+            one.
+        n_free: the first this many of each head may change.
+    """
+
+    tokens: Tensor
+    valid: Tensor | None
+    n_free: int
+
+    @classmethod
+    def of(cls, kept: Tensor, scores: Tensor, always_kept: Tensor, fixed_share: float) -> _Chosen:
+        """From kept [Hkv, n] bool.
+
+        Fixed are the tokens that are always kept (they did not compete by score) and, of the rest, the
+        `floor(fixed_share * c)` of a head's c tokens with the highest scores.
+        """
+        changeable = kept & ~always_kept
+        counts, n_changeable = kept.sum(dim=-1), changeable.sum(dim=-1)
+        # The tiny term makes 0.29 of 100 tokens 29, as written.
+        n_fixed = torch.minimum((counts.double() * fixed_share + 1e-9).long(), n_changeable)
+        free = changeable & ~top_masks(scores, changeable, n_fixed)
+        fixed = kept & ~free
+        n_free, n_other = free.sum(dim=-1), fixed.sum(dim=-1)
+        tokens = torch.cat([_first(free, int(n_free.max())), _first(fixed, int(n_other.max()))], dim=1)
+        valid = None
+        if tokens.shape[1] > int(counts.min()):
+            valid = torch.cat([_up_to(n_free), _up_to(n_other)], dim=1)
+        return cls(tokens, valid, int(n_free.max()))
+
+    def ascending(self) -> tuple[Tensor, Tensor]:
+        """Positions [Hkv, c'] ascending, -1 behind a head's last one, and where each is in `tokens`."""
+        tokens = self.tokens
+        if self.valid is None:
+            ascending, order = tokens.sort(dim=-1)
+            return ascending, order
+        end = torch.iinfo(tokens.dtype).max
+        ascending, order = tokens.masked_fill(~self.valid, end).sort(dim=-1)
+        width = int(self.valid.sum(dim=-1).max())
+        return ascending[:, :width].masked_fill(ascending[:, :width] == end, -1), order[:, :width]
+
+
+def _first(mask: Tensor, width: int) -> Tensor:
+    """[Hkv, width] int64: the positions set in `mask` [Hkv, n], ascending, then any others."""
+    return mask.int().argsort(dim=-1, descending=True, stable=True)[:, :width]
+
+
+def _up_to(counts: Tensor) -> Tensor:
+    """[Hkv, largest count] bool: the first `counts` [Hkv] of each row."""
+    return torch.arange(int(counts.max()), device=counts.device) < counts.unsqueeze(-1)
 
 
 def compress_layer(
@@ -214,6 +377,7 @@ def compress_layer(
     n_slots: int,
     starts_sequence: bool,
     rotary: RotaryTable | None,
+    protected: Tensor | None = None,
 ) -> LayerResult:
     """Compress one layer of a span of n tokens into `n_slots` slots per KV head.
 
@@ -224,18 +388,23 @@ def compress_layer(
         inputs: the layer's tensors.
         plan: the positions that `inputs.queries` belong to, from `plan_queries(n, profile)`.
         profile: what to do.
-        n_slots: c, from 1 to n. At n all tokens are returned bit for bit and nothing is computed.
+        n_slots: c, from 1 to n. At n all tokens are returned bit for bit and nothing is computed. Methods
+            with per-head budgets keep Hkv * c tokens in the layer, those with per-layer budgets as many on
+            average.
         starts_sequence: the span starts at position 0, so its first tokens are attention sinks.
         rotary: the model's rotary table, needed where the profile re-rotates queries.
+        protected: [n] bool, tokens that are kept as they are whatever their score; None for none.
 
     Returns:
         See `LayerResult`. A head with a non-finite input keeps its selected tokens as they were.
 
     Raises:
-        ValueError: shapes do not fit each other or the plan; the budget leaves nothing to select; the
-            rotary table is missing or too short; the selection lacks its output projection.
+        ValueError: shapes do not fit each other or the plan; the plan has no queries that the selection or
+            the regression needs; the budget leaves nothing to select; the rotary table is missing or too
+            short; the selection lacks its output projection or a pass.
     """
-    _check(inputs, plan, n_slots)
+    scorer = get_scorer(profile.scorer)
+    _check(inputs, plan, scorer, n_slots)
     started = time.perf_counter()
     n_tokens, n_kv_heads, _ = inputs.keys.shape
     device = inputs.keys.device
@@ -258,37 +427,36 @@ def compress_layer(
         sinks=profile.sinks,
         starts_sequence=starts_sequence,
         device=device,
+        protected=protected,
     )
-    scorer = get_scorer(profile.scorer)
+    missing = scorer.passes - set(inputs.passes)
+    if missing:
+        raise ValueError(
+            f"expected the results of pass {', '.join(sorted(missing))}, "
+            f"which selection {scorer.name!r} needs"
+        )
     layer = _Layer(inputs, plan, profile, rotary)
-    score_rows = layer.rows(plan.score, profile.score_queries)
-    scored = layer.attend(score_rows)
-    ctx = ScoringContext(
-        weights=scored.weights.view(n_kv_heads, int(plan.score.sum()), -1, n_tokens),
-        values=layer.values,
-        output_projection=inputs.output_projection,
-        n_window=profile.n_window,
-        pool_kernel=profile.pool_kernel,
-    )
+    score_rows = {kind: layer.rows(plan.scoring(kind), kind) for kind in scorer.queries}
+    scored = {kind: layer.attend(rows) for kind, rows in score_rows.items()}
+    ctx = layer.context(score_rows, scored, n_sinks=profile.sinks if starts_sequence else 0)
     scores = scorer.score(ctx)
-    # Until the end the tokens that may change come first, which spares the regression all indexing.
-    kept, n_free = _free_first(
-        scorer.select(ctx, scores, always_kept, n_slots), scores, always_kept, profile.fixed_share
+    n_always_kept = int(always_kept.sum())
+    layer_slots = scorer.layer_slots(
+        inputs.layer, inputs.n_layers, n_tokens=n_tokens, n_slots=n_slots, n_always_kept=n_always_kept
     )
-    keys, values = layer.retained(kept)
+    kept = scorer.select(ctx, scores, always_kept, layer_slots)
+    chosen = _Chosen.of(kept, scores, always_kept, profile.fixed_share)
+    keys, values = layer.retained(chosen)
     held_rows = layer.rows(plan.held_out, "strata")
-    held_out = layer.problem(held_rows, layer.attend(held_rows).output, kept)
+    held_out = layer.problem(held_rows, layer.attend(held_rows), chosen)
     selected = time.perf_counter()
 
     new_keys, new_values = keys, values
     states = torch.full((n_kv_heads,), UNCHANGED, dtype=torch.int8, device=device)
-    if profile.regresses and n_free:
-        if profile.fit_queries == profile.score_queries and torch.equal(plan.fit, plan.score):
-            fit = layer.problem(score_rows, scored.output, kept)
-        else:
-            fit_rows = layer.rows(plan.fit, profile.fit_queries)
-            fit = layer.problem(fit_rows, layer.attend(fit_rows).output, kept)
-        regressed = regress(fit, keys, values, n_free, profile, inputs.keys.dtype)
+    if profile.regresses and chosen.n_free:
+        seen = {kind: (score_rows[kind], scored[kind]) for kind in scorer.queries}
+        fit = layer.problem(*layer.fitted(plan, seen), chosen)
+        regressed = regress(fit, keys, values, chosen.n_free, profile, inputs.keys.dtype)
         new_keys, new_values, states = regressed.keys, regressed.values, regressed.states
 
     before = held_out.attend(keys, values).output - held_out.target
@@ -296,7 +464,7 @@ def compress_layer(
     sums = [tensor.double().square().sum() for tensor in (before, after, held_out.target)]
     error_before, error_after, reference = torch.stack(sums).tolist()
 
-    ascending, order = kept.sort(dim=-1)
+    ascending, order = chosen.ascending()
     head = torch.arange(n_kv_heads, device=device)
     return LayerResult(
         kept=ascending,
@@ -312,28 +480,8 @@ def compress_layer(
     )
 
 
-def _free_first(kept: Tensor, scores: Tensor, always_kept: Tensor, fixed_share: float) -> tuple[Tensor, int]:
-    """Order the retained tokens [Hkv, c] so that those that the regression may change come first.
-
-    Fixed are the tokens that are always kept (sinks and window: they did not compete by score) and, of the
-    rest, the `floor(fixed_share * c)` with the highest scores.
-
-    Returns:
-        kept [Hkv, c] int64, reordered, and the number of changeable tokens, the same for every head.
-    """
-    n_slots = kept.shape[1]
-    changeable = ~always_kept[kept]
-    n_changeable = n_slots - int(always_kept.sum())
-    # The tiny term makes 0.29 of 100 tokens 29, as written.
-    n_fixed = min(int(fixed_share * n_slots + 1e-9), n_changeable)
-    free = changeable & ~top_mask(scores.gather(1, kept), changeable, n_fixed)
-    n_free = n_changeable - n_fixed
-    order = torch.cat((indices_of(free, n_free), indices_of(~free, n_slots - n_free)), dim=1)
-    return kept.gather(1, order), n_free
-
-
-def _check(inputs: LayerInputs, plan: QueryPlan, n_slots: int) -> None:
-    """Raise ValueError where the inputs do not fit each other or the plan."""
+def _check(inputs: LayerInputs, plan: QueryPlan, scorer: Scorer, n_slots: int) -> None:
+    """Raise ValueError where the inputs do not fit each other or the plan, or the plan not the selection."""
     keys, values, queries = inputs.keys, inputs.values, inputs.queries
     if keys.ndim != 3 or values.ndim != 3 or keys.shape[:2] != values.shape[:2]:
         raise ValueError(
@@ -356,6 +504,12 @@ def _check(inputs: LayerInputs, plan: QueryPlan, n_slots: int) -> None:
         raise ValueError(
             f"expected a plan for a span of {n_tokens} tokens, got positions {plan.positions.tolist()}"
         )
+    for kind in sorted(scorer.queries):
+        if not plan.scoring(kind).any():
+            raise ValueError(
+                f"expected a plan with {kind} queries, which selection {scorer.name!r} looks at, "
+                f"got none in score_{kind}"
+            )
     if (inputs.ancestor_keys is None) != (inputs.ancestor_values is None):
         raise ValueError("expected ancestor_keys and ancestor_values together, got only one of them")
     if inputs.ancestor_keys is not None and inputs.ancestor_values is not None:

@@ -1,18 +1,15 @@
 """Named settings of one compression: which queries, which selection, how much regression.
 
 `paper` and `release` are the two published settings of GRKV (arXiv 2605.31105): the text of the
-paper and the code published with it. `default` and `copy` are this project's own.
+paper and the code published with it. `default`, `best` and `copy` are this project's own.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
 
-from grkv_sglang.core.selection import get_scorer
-
-QueryKind = Literal["window", "strata"]
+from grkv_sglang.core.selection import PassKind, get_scorer
 
 
 @dataclass(frozen=True)
@@ -22,15 +19,20 @@ class Profile:
     Attributes:
         name: shown in reports.
         scorer: name of the selection method (`grkv_sglang.core.selection.scorer_names`).
-        score_queries: the queries that the selection sees. "window" is the last `n_window`
-            positions of the span, "strata" one in the middle of each of `n_strata` equal strata.
-        fit_queries: the queries that the regression fits, named the same way.
-        n_window: the last positions of the span; they are always kept and never changed.
-        n_strata: number of strata (ignored where neither kind is "strata").
+        n_window: the last positions of the span; they are always kept and never changed. Their queries are
+            what window methods select by.
+        n_strata: number of strata whose middle queries strata methods select by.
+        fit_window: the regression fits the window's queries.
+        fit_strata: number of strata whose middle queries the regression fits.
+        fit_repetition: number of queries that the regression fits out of the repetition of the span, evenly
+            spaced (free where the selection repeats the span anyhow, else it costs that pass).
+        fit_questions: number of queries that the regression fits out of generic requests behind the span.
         n_held_out: queries that only measure quality; at least 1, because a quality that was never
             measured would have to be guessed.
         rerotate: strata and held-out queries are rotated to the span's last position, from where
             they see every key. Window queries stay where they are.
+        repetition_reach_tokens: how far on either side of what it repeats a repetition looks into the span;
+            None: everywhere.
         query_weight: the weight `w` of every fitted query in the loss `sum_i w ||O_i - Y_i||^2`.
         lambda_k, lambda_v: ridge of the key and of the value step.
         cap_k, cap_v: upper bound on `||dK||_F / ||K_F||_F` and `||dV||_F / ||V_F||_F` per KV head
@@ -39,6 +41,8 @@ class Profile:
         steps: number of value + key rounds.
         guard: keep, per KV head, whichever of {unchanged, value only, key and value} has the
             smallest penalised loss.
+        guard_share: the share of the fitted queries that the steps do not see and the guard judges by; 0: it
+            judges by the queries that were fitted.
         value_step, key_step: which of the two steps run.
         cg_iterations: most conjugate-gradient iterations of a key step.
         cg_tolerance: residual norm of the normal equations, relative to the first one, at which a head stops.
@@ -51,10 +55,7 @@ class Profile:
 
     name: str
     scorer: str
-    score_queries: QueryKind
-    fit_queries: QueryKind
     n_window: int
-    n_strata: int
     n_held_out: int
     rerotate: bool
     query_weight: float
@@ -63,8 +64,15 @@ class Profile:
     cap_k: float | None
     cap_v: float | None
     fixed_share: float
+    n_strata: int = 0
+    fit_window: bool = False
+    fit_strata: int = 0
+    fit_repetition: int = 0
+    fit_questions: int = 0
+    repetition_reach_tokens: int | None = 256
     steps: int = 1
     guard: bool = True
+    guard_share: float = 0.0
     value_step: bool = True
     key_step: bool = True
     cg_iterations: int = 16
@@ -77,15 +85,20 @@ class Profile:
             value = getattr(self, field.name)
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"profile {self.name!r}: expected a finite {field.name}, got {value}")
-        for kind in ("score_queries", "fit_queries"):
-            if getattr(self, kind) not in get_args(QueryKind):
-                raise ValueError(
-                    f"profile {self.name!r}: expected {kind} to be one of {get_args(QueryKind)}, "
-                    f"got {getattr(self, kind)!r}"
-                )
-        get_scorer(self.scorer)
-        self._at_least("n_window", 1 if self.uses("window") else 0)
-        self._at_least("n_strata", 1 if self.uses("strata") else 0)
+        scorer = get_scorer(self.scorer)
+        self._at_least("n_window", 1 if "window" in scorer.queries or self.fit_window else 0)
+        self._at_least("n_strata", 1 if "strata" in scorer.queries else 0)
+        self._at_least("fit_strata", 0)
+        self._at_least("fit_questions", 0)
+        if self.repetition_reach_tokens is not None:
+            self._at_least("repetition_reach_tokens", 0)
+        self._at_least("fit_repetition", 0)
+        counts = (self.fit_window, self.fit_strata, self.fit_repetition, self.fit_questions)
+        if self.regresses and not any(counts):
+            raise ValueError(
+                f"profile {self.name!r}: a value or key step needs queries to fit: set fit_window, "
+                "fit_strata, fit_repetition or fit_questions"
+            )
         self._at_least("n_held_out", 1)
         self._at_least("steps", 1)
         self._at_least("cg_iterations", 1)
@@ -98,6 +111,10 @@ class Profile:
                 self._at_least(name, 0.0)
         if self.query_weight <= 0:
             raise ValueError(f"profile {self.name!r}: expected query_weight > 0, got {self.query_weight}")
+        if not 0 <= self.guard_share <= 0.5:
+            raise ValueError(
+                f"profile {self.name!r}: expected guard_share between 0 and 0.5, got {self.guard_share}"
+            )
         if not 0 <= self.fixed_share <= 1:
             raise ValueError(
                 f"profile {self.name!r}: expected fixed_share between 0 and 1, got {self.fixed_share}"
@@ -118,9 +135,21 @@ class Profile:
         """Whether any step changes keys or values at all."""
         return self.value_step or self.key_step
 
-    def uses(self, kind: QueryKind) -> bool:
-        """Whether queries of this kind are needed, for the selection or for the regression."""
-        return self.score_queries == kind or (self.regresses and self.fit_queries == kind)
+    @property
+    def passes(self) -> frozenset[PassKind]:
+        """The passes beyond the probe that a compression needs."""
+        return get_scorer(self.scorer).passes | frozenset(self.fitted_of_passes)
+
+    @property
+    def fitted_of_passes(self) -> dict[PassKind, int]:
+        """How many queries of which passes the regression fits."""
+        wanted: dict[PassKind, int] = {"repetition": self.fit_repetition, "questions": self.fit_questions}
+        return {kind: count for kind, count in wanted.items() if self.regresses and count}
+
+    @property
+    def extra_prefills(self) -> int:
+        """How many of the passes cost about a prefill of the span each."""
+        return len(self.passes - {"questions"})
 
 
 # The paper gives 1e-2 for Llama and 1e-1 for Mistral and Qwen: `dataclasses.replace` the lambdas. Its
@@ -130,10 +159,8 @@ class Profile:
 _PAPER = Profile(
     name="paper",
     scorer="snapkv",
-    score_queries="window",
-    fit_queries="window",
     n_window=32,
-    n_strata=0,
+    fit_window=True,
     n_held_out=16,
     rerotate=True,
     query_weight=1.0,
@@ -150,10 +177,8 @@ _PAPER = Profile(
 _RELEASE = Profile(
     name="release",
     scorer="criticalkv",
-    score_queries="window",
-    fit_queries="strata",
     n_window=32,
-    n_strata=32,
+    fit_strata=32,
     n_held_out=16,
     rerotate=True,
     query_weight=6 / 32,
@@ -165,21 +190,41 @@ _RELEASE = Profile(
     guard=True,
 )
 
-# The probe's own queries score and fit, so that nothing else has to be computed. Their number is most of
-# what a compression costs, and on ten passages of a small model more of them gained little: mean KL
-# divergence of continuations at a tenth of the tokens 0.091 with 24 strata, 0.089 with 32, 0.088 with 48 (and
-# 0.113 without regression). 4 iterations of the key step did as well as 16. The weights add up to
-# `release`'s 6, which keeps its balance between loss and ridge.
+# No pass over the span: the window's queries and two short requests behind the span score and fit, so that hardly
+# anything else has to be computed. What each part adds is measured in docs/quality.md. The weights add up to about
+# `release`'s 6, which keeps its balance between loss and ridge; 4 iterations of the key step did as well as 16.
 _DEFAULT = Profile(
     name="default",
-    scorer="stratified_value",
-    score_queries="strata",
-    fit_queries="strata",
+    scorer="question_mass~snapkv",
     n_window=32,
-    n_strata=24,
+    fit_window=True,
+    fit_questions=12,
     n_held_out=8,
     rerotate=True,
-    query_weight=6 / 24,
+    query_weight=6 / 44,
+    lambda_k=1e-2,
+    lambda_v=1e-2,
+    cap_k=0.025,
+    cap_v=0.1,
+    fixed_share=0.1,
+    guard=True,
+    cg_iterations=4,
+)
+
+# One repetition of the span more: about a prefill. Three ways to read it, because each finds tokens that the
+# others miss: the sum of the attention follows the text, the sum of its squares helps answers, its maximum finds
+# single facts.
+_BEST = Profile(
+    name="best",
+    scorer="repetition_mass~repetition_energy~kvzip~question_mass~snapkv",
+    n_window=32,
+    fit_window=True,
+    fit_strata=24,
+    fit_repetition=24,
+    fit_questions=24,
+    n_held_out=8,
+    rerotate=True,
+    query_weight=6 / 104,
     lambda_k=1e-2,
     lambda_v=1e-2,
     cap_k=0.025,
@@ -192,7 +237,7 @@ _DEFAULT = Profile(
 # `default`'s selection with the selected tokens stored as they are.
 _COPY = replace(_DEFAULT, name="copy", value_step=False, key_step=False)
 
-_PROFILES = {profile.name: profile for profile in (_DEFAULT, _PAPER, _RELEASE, _COPY)}
+_PROFILES = {profile.name: profile for profile in (_DEFAULT, _BEST, _PAPER, _RELEASE, _COPY)}
 
 
 def profile_names() -> tuple[str, ...]:

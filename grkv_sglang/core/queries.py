@@ -7,25 +7,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grkv_sglang.core.profiles import Profile, QueryKind
+from grkv_sglang.core.profiles import Profile
+from grkv_sglang.core.selection import QueryKind, get_scorer
 
 
 @dataclass(frozen=True)
 class QueryPlan:
-    """The positions whose queries one compression needs.
+    """The positions whose queries one compression needs, and what each is for. A query may be for several.
 
     Attributes:
         positions: [m] int64 on the CPU, ascending and unique, relative to the span's start.
-        score: [m] bool, the queries that the selection sees.
-        fit: [m] bool, the queries that the regression fits (none when no step runs). May overlap
-            `score`.
-        held_out: [m] bool, disjoint from both; they only measure quality.
+        score_window, score_strata: [m] bool, the queries that the selection sees.
+        fit_window, fit_strata: [m] bool, the queries that the regression fits (none when no step runs).
+        held_out: [m] bool, disjoint from all others; they only measure quality.
     """
 
     positions: Tensor
-    score: Tensor
-    fit: Tensor
+    score_window: Tensor
+    score_strata: Tensor
+    fit_window: Tensor
+    fit_strata: Tensor
     held_out: Tensor
+
+    def scoring(self, kind: QueryKind) -> Tensor:
+        """[m] bool, the queries of this kind that the selection sees."""
+        return self.score_window if kind == "window" else self.score_strata
 
 
 def stratum_midpoints(n_tokens: int, n_strata: int) -> list[int]:
@@ -38,17 +44,19 @@ def stratum_midpoints(n_tokens: int, n_strata: int) -> list[int]:
 
 def queries_needed(profile: Profile) -> int:
     """The shortest span, in tokens, whose positions hold the profile's queries without sharing."""
-    window = profile.n_window if profile.uses("window") else 0
-    strata = profile.n_strata if profile.uses("strata") else 0
-    return window + strata + profile.n_held_out
+    counts = _Counts.of(profile)
+    n_strata = counts.score_strata
+    if counts.fit_strata != n_strata:
+        n_strata += counts.fit_strata
+    return max(counts.score_window, counts.fit_window) + n_strata + profile.n_held_out
 
 
 def plan_queries(n_tokens: int, profile: Profile, *, first: int = 0) -> QueryPlan:
     """Choose the query positions for a span.
 
-    A window is the last `n_window` positions; strata are the midpoints of `n_strata` equal strata.
-    Held-out queries are midpoints of `n_held_out` strata of their own; one that falls on a position
-    already taken moves to the nearest free one (the earlier of two equally near).
+    A window is the last `n_window` positions; strata are the midpoints of equal strata. Held-out queries are
+    midpoints of `n_held_out` strata of their own; one that falls on a position already taken moves to the
+    nearest free one (the earlier of two equally near).
 
     Window and strata may share positions in a short span: the query is then used for both.
 
@@ -69,29 +77,54 @@ def plan_queries(n_tokens: int, profile: Profile, *, first: int = 0) -> QueryPla
             f"expected a span of at least {needed} tokens to hold the queries of profile {profile.name!r}, "
             f"got {n_tokens - first}"
         )
-    score = _positions(first, n_tokens, profile.score_queries, profile)
-    fit = _positions(first, n_tokens, profile.fit_queries, profile) if profile.regresses else set()
-    used = score | fit
+    counts = _Counts.of(profile)
+
+    def window(count: int) -> set[int]:
+        return set(range(n_tokens - count, n_tokens))
+
+    def strata(count: int) -> set[int]:
+        return {first + midpoint for midpoint in stratum_midpoints(n_tokens - first, count)}
+
+    chosen = {
+        "score_window": window(counts.score_window),
+        "score_strata": strata(counts.score_strata),
+        "fit_window": window(counts.fit_window),
+        "fit_strata": strata(counts.fit_strata),
+    }
+    used = set().union(*chosen.values())
     held_out: set[int] = set()
     for midpoint in stratum_midpoints(n_tokens - first, profile.n_held_out):
         held_out.add(_nearest_free(first + midpoint, used | held_out, range(first, n_tokens)))
     positions = sorted(used | held_out)
 
-    def flags(chosen: set[int]) -> Tensor:
-        return torch.tensor([position in chosen for position in positions], dtype=torch.bool)
+    def flags(members: set[int]) -> Tensor:
+        return torch.tensor([position in members for position in positions], dtype=torch.bool)
 
     return QueryPlan(
         positions=torch.tensor(positions, dtype=torch.int64),
-        score=flags(score),
-        fit=flags(fit),
         held_out=flags(held_out),
+        **{use: flags(members) for use, members in chosen.items()},
     )
 
 
-def _positions(first: int, end: int, kind: QueryKind, profile: Profile) -> set[int]:
-    if kind == "window":
-        return set(range(end - profile.n_window, end))
-    return {first + midpoint for midpoint in stratum_midpoints(end - first, profile.n_strata)}
+@dataclass(frozen=True)
+class _Counts:
+    """How many probed queries each use takes."""
+
+    score_window: int
+    score_strata: int
+    fit_window: int
+    fit_strata: int
+
+    @classmethod
+    def of(cls, profile: Profile) -> _Counts:
+        kinds = get_scorer(profile.scorer).queries
+        return cls(
+            score_window=profile.n_window if "window" in kinds else 0,
+            score_strata=profile.n_strata if "strata" in kinds else 0,
+            fit_window=profile.n_window if profile.regresses and profile.fit_window else 0,
+            fit_strata=profile.fit_strata if profile.regresses else 0,
+        )
 
 
 def _nearest_free(wanted: int, taken: set[int], allowed: range) -> int:

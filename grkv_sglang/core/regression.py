@@ -59,6 +59,7 @@ class Problem:
             when all is visible.
         beside: attention of the same rows over the ancestors, or None.
         scale: factor on the logits.
+        group: G, query rows per query.
     """
 
     queries: Tensor
@@ -66,6 +67,29 @@ class Problem:
     visible: Tensor | None
     beside: Partial | None
     scale: float
+    group: int = 1
+
+    def split(self, share: float) -> tuple[Problem, Problem]:
+        """Two problems of disjoint queries, all heads of a query together: the second has every so many-th
+        query, `share` of them, and at least one."""
+        n_rows = self.queries.shape[1]
+        n_queries = n_rows // self.group
+        step = max(2, round(1 / share))
+        held = (torch.arange(n_queries, device=self.queries.device) % step) == step - 1
+        if n_queries > 1 and not held.any():
+            held[-1] = True
+        return self._some(~held), self._some(held)
+
+    def _some(self, chosen: Tensor) -> Problem:
+        rows = chosen.repeat_interleave(self.group)
+        beside = self.beside
+        return replace(
+            self,
+            queries=self.queries[:, rows],
+            target=self.target[:, rows],
+            visible=None if self.visible is None else self.visible[:, chosen],
+            beside=None if beside is None else Partial(beside.output[:, rows], beside.lse[:, rows]),
+        )
 
     def attend(self, keys: Tensor, values: Tensor) -> Attention:
         """Joint attention over the ancestors and these retained tokens."""
@@ -115,7 +139,7 @@ def regress(
     several rounds, the ridge inside a step counts from the round before.
 
     Args:
-        problem: queries and targets.
+        problem: queries and targets. With a `guard_share` some of the queries only judge.
         keys: [H, c, d] selected keys, exactly representable in `storage_dtype`.
         values: [H, c, dv] selected values, likewise.
         n_free: the first this many tokens of every head may change, the others may not.
@@ -126,6 +150,9 @@ def regress(
         Tokens that are not free, and all tokens of an unchanged head, are bit-identical to the input.
         Free tokens are finite wherever the input was.
     """
+    judge: Problem | None = None
+    if profile.guard and profile.guard_share:
+        problem, judge = problem.split(profile.guard_share)
     keys_0, values_0 = keys[:, :n_free], values[:, :n_free]
 
     def whole(state: _State) -> tuple[Tensor, Tensor]:
@@ -135,9 +162,10 @@ def regress(
         )
 
     def loss(state: _State) -> Tensor:
-        return penalised_loss(
-            state.output - problem.target, state.keys - keys_0, state.values - values_0, profile
-        )
+        error = state.output - problem.target
+        if judge is not None:
+            error = judge.attend(*whole(state)).output - judge.target
+        return penalised_loss(error, state.keys - keys_0, state.values - values_0, profile)
 
     attention = problem.attend(keys, values)
     state = _State(keys_0, values_0, attention.output)

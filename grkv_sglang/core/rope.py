@@ -69,21 +69,53 @@ def rotate_forward(queries: Tensor, delta: Tensor, table: RotaryTable) -> Tensor
             f"got {int(delta.min())} to {int(delta.max())}"
         )
     work = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    rows = table.cos_sin[delta.to(table.cos_sin.device)].to(queries.device, work)
     # [m, 1, rotary_dim / 2] each
-    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
-    length = torch.hypot(cos, sin)
-    cos, sin = cos / length, sin / length
+    cos, sin = (part.unsqueeze(1).to(queries.device) for part in _cos_sin(table, delta, work))
+    return _turned(queries.to(work, copy=True), cos, sin, table).to(queries.dtype)
 
-    rotated = queries.to(work, copy=True)
-    pairs = rotated[..., : table.rotary_dim]
+
+def mean_rotation(queries: Tensor, table: RotaryTable, *, n_positions: int) -> Tensor:
+    """The mean of post-RoPE queries rotated further by 1, 2, .. `n_positions` positions.
+
+    Args:
+        queries: [..., d].
+        table: the model's rotary table; components from `rotary_dim` on pass through. If it ends before
+            `n_positions`, so does the mean.
+        n_positions: how many, at least 1.
+
+    Returns:
+        [..., d] in the dtype of `queries`, computed like `rotate_forward`. Shorter than the queries, the more
+        so the higher the frequency.
+
+    Raises:
+        ValueError: the table has fewer than two positions.
+    """
+    last = min(n_positions, table.cos_sin.shape[0] - 1)
+    if last < 1:
+        raise ValueError(f"expected a rotary table of 2 positions or more, got {table.cos_sin.shape[0]}")
+    work = torch.float64 if queries.dtype == torch.float64 else torch.float32
+    delta = torch.arange(1, last + 1)
+    cos, sin = (part.mean(dim=0).to(queries.device) for part in _cos_sin(table, delta, work))
+    return _turned(queries.to(work, copy=True), cos, sin, table).to(queries.dtype)
+
+
+def _cos_sin(table: RotaryTable, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of `delta` [m] without the table's factor, [m, rotary_dim / 2] each."""
+    cos, sin = table.cos_sin[delta.to(table.cos_sin.device)].to(dtype).chunk(2, dim=-1)
+    length = torch.hypot(cos, sin)
+    return cos / length, sin / length
+
+
+def _turned(queries: Tensor, cos: Tensor, sin: Tensor, table: RotaryTable) -> Tensor:
+    """`queries` [..., d] with every pair multiplied by `cos + i sin`, in place."""
+    pairs = queries[..., : table.rotary_dim]
     if table.is_neox:
         first, second = pairs.chunk(2, dim=-1)
     else:
         first, second = pairs[..., 0::2], pairs[..., 1::2]
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
-    # `first` and `second` are views of `rotated`
+    # `first` and `second` are views of `queries`
     first.copy_(turned_first)
     second.copy_(turned_second)
-    return rotated.to(queries.dtype)
+    return queries

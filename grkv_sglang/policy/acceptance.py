@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from grkv_sglang.config import GrkvConfig, MatchMode
 from grkv_sglang.core import slots_for_budget
 from grkv_sglang.policy.options import RequestOptions
+from grkv_sglang.policy.ranges import Ranges, covers, parse_ranges, size, within
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,16 @@ class Budget:
     share: float | None
     tokens: int | None
 
-    def slots(self, n_tokens: int, page_size: int) -> int:
-        """KV slots of a span of `n_tokens` tokens, a multiple of `page_size` unless all are kept."""
-        return slots_for_budget(n_tokens, share=self.share, tokens=self.tokens, page_size=page_size)
+    def slots(self, n_tokens: int, page_size: int, protected_tokens: int = 0) -> int:
+        """KV slots of a span of `n_tokens` tokens, a multiple of `page_size` unless all are kept.
+
+        The budget is for the tokens that are not protected; those that are come on top.
+        """
+        free_tokens = n_tokens - protected_tokens
+        if free_tokens == 0:
+            return n_tokens
+        wanted = protected_tokens + slots_for_budget(free_tokens, share=self.share, tokens=self.tokens)
+        return slots_for_budget(n_tokens, share=None, tokens=wanted, page_size=page_size)
 
 
 @dataclass(frozen=True)
@@ -28,15 +36,33 @@ class Acceptance:
     mode: MatchMode
     budget: Budget
     min_quality: float
+    protected: Ranges = ()
+    """Positions of the prompt that must be kept as they are."""
 
-    def accepts(self, *, n_tokens: int, n_slots: int, quality: float, forced: bool, page_size: int) -> bool:
-        """Whether a span of `n_tokens` tokens in `n_slots` slots is good enough.
+    def accepts(
+        self,
+        *,
+        start_tokens: int,
+        n_tokens: int,
+        n_slots: int,
+        quality: float,
+        forced: bool,
+        page_size: int,
+        protected: Ranges = (),
+    ) -> bool:
+        """Whether a span of `n_tokens` tokens from `start_tokens` on in `n_slots` slots is good enough.
 
-        A forced span (a test option the server must allow) is taken at any size.
+        `protected`: what it keeps as it is. A forced span (a test option the server must allow) is taken at
+        any size.
         """
         if self.mode == "exact" or quality < self.min_quality:
             return False
-        return forced or n_slots >= self.budget.slots(n_tokens, page_size)
+        if forced or n_slots == n_tokens:
+            return True
+        mine = within(self.protected, start_tokens, start_tokens + n_tokens)
+        if not covers(protected, mine):
+            return False
+        return n_slots >= self.budget.slots(n_tokens, page_size, size(mine))
 
 
 def acceptance_of(options: RequestOptions, config: GrkvConfig) -> Acceptance:
@@ -45,6 +71,7 @@ def acceptance_of(options: RequestOptions, config: GrkvConfig) -> Acceptance:
         mode=options.mode or config.mode,
         budget=budget_of(options, config),
         min_quality=config.min_quality if options.min_quality is None else options.min_quality,
+        protected=parse_ranges(options.protected) if options.protected else (),
     )
 
 

@@ -109,6 +109,14 @@ def system_end(token_ids: Sequence[int], markers: MessageMarkers) -> int | None:
         return None
 
 
+def tokens_before_user(token_ids: Sequence[int], markers: MessageMarkers) -> int:
+    """Number of tokens before the first user message: the system message and what the template puts behind
+    it. 0 when the prompt has no system message."""
+    if system_end(token_ids, markers) is None:
+        return 0
+    return _find(list(token_ids), markers.user_header, 0)
+
+
 def last_turn_start(token_ids: Sequence[int], markers: MessageMarkers) -> int | None:
     """Where the last user message's header starts: what lies before it is what a next request shares at
     least. None when there is no user message."""

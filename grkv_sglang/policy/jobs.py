@@ -11,8 +11,9 @@ from typing import Literal
 
 from grkv_sglang.config import GrkvConfig, Trigger
 from grkv_sglang.policy.acceptance import Acceptance, Budget, acceptance_of, budget_of
-from grkv_sglang.policy.boundaries import MessageMarkers, last_turn_start
+from grkv_sglang.policy.boundaries import MessageMarkers, last_turn_start, tokens_before_user
 from grkv_sglang.policy.options import NO_OPTIONS, RequestOptions
+from grkv_sglang.policy.ranges import Ranges
 
 MARGIN_TOKENS = 16
 """A stretch without a known end stops this much early. On reuse: prompts that go on alike by chance (the same
@@ -36,6 +37,10 @@ class CompressionJob:
     budget: Budget
     profile: str
     forced: Literal["all", "none"] | None = None
+    protected: Ranges = ()
+    """Positions of the prompt that are kept as they are."""
+    exact_tokens: int = 0
+    """The prompt's first so many tokens stay exact: its system message, where the server protects that."""
     pin: bool = False
     ttl_s: float | None = None
     shared: bool = True
@@ -49,12 +54,13 @@ class CompressionJob:
     def acceptance(self) -> Acceptance:
         """A span that makes this job needless: of this budget or more, whatever its quality turned out to
         be (compressing once more would not change it)."""
-        return Acceptance("prefer_compressed", self.budget, min_quality=0.0)
+        return Acceptance("prefer_compressed", self.budget, min_quality=0.0, protected=self.protected)
 
     @cached_property
     def identity(self) -> tuple[object, ...]:
         digest = sha256(self.token_ids.tobytes()).digest()
-        return (digest, self.extra_key, self.cache_salt, self.budget, self.profile, self.forced)
+        kind = (self.budget, self.profile, self.forced, self.protected)
+        return (digest, self.extra_key, self.cache_salt, *kind)
 
     def with_wishes_of(self, other: CompressionJob) -> CompressionJob:
         """This job, for a second request that wants the same prefix too."""
@@ -145,10 +151,25 @@ def make_job(
         budget_of(options if explicit else NO_OPTIONS, config),
         (options.profile if explicit else None) or config.profile,
         options.forced if explicit else None,
+        state.acceptance.protected if explicit else (),
+        exact_head(token_ids, config=config, page_size=page_size, markers=markers),
         bool(options.pin) if explicit else False,
         options.ttl_s if explicit else None,
         shared=explicit or (reason == "reuse" and not state.reused_whole),
     )
+
+
+def exact_head(
+    token_ids: array[int], *, config: GrkvConfig, page_size: int, markers: MessageMarkers | None
+) -> int:
+    """How much of a prompt no span may hold, in whole pages.
+
+    `token_ids` must reach into the first user message, which is how a system message is recognised: a prefix
+    that ends before it does not show that it is one.
+    """
+    if not config.protect_system or markers is None:
+        return 0
+    return -(-tokens_before_user(token_ids, markers) // page_size) * page_size
 
 
 def _reuse_end(token_ids: array[int], reused_tokens: int, markers: MessageMarkers | None) -> int:
@@ -174,13 +195,19 @@ def natural_end(token_ids: array[int], prompt_tokens: int, markers: MessageMarke
     return prompt_tokens - MARGIN_TOKENS
 
 
-def plan_parts(*, covered: int, end: int, cuts: Iterable[int], min_tokens: int) -> list[tuple[int, int]]:
+def plan_parts(
+    *, covered: int, end: int, cuts: Iterable[int], min_tokens: int, exact_until: int = 0
+) -> list[tuple[int, int]]:
     """Split ``[covered, end)`` into the spans to make, ``(start, end)`` in order, each next to the other.
 
     `cuts` are positions where other prompts go other ways, or where the template ends a message. A shared
     header shorter than `min_tokens` stays exact, so that it is held once; a longer shared part becomes a
-    span of its own, so that other prompts can use it.
+    span of its own, so that other prompts can use it. What lies before `exact_until` stays exact. No parts
+    where nothing else is left.
     """
+    covered = max(covered, exact_until)
+    if covered >= end:
+        return []
     start = covered
     parts = []
     for cut in sorted(set(cuts)):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from grkv_sglang.config import GrkvConfig, MatchMode, describe_errors
+from grkv_sglang.policy.ranges import parse_ranges
 
 OPTIONS_KEY = "grkv"
 
@@ -38,6 +39,11 @@ class RequestOptions(BaseModel):
     budget_tokens: int | None = Field(None, ge=1, description="Least number of tokens kept in a span.")
     min_quality: float | None = Field(None, ge=0.0, le=1.0, description="Least quality of a span.")
     profile: str | None = Field(None, description="Profile to compress this prefix with.")
+    protected: str | None = Field(
+        None,
+        description='Positions of the prompt whose tokens are kept as they are: "0-120,800-830", ends '
+        "exclusive. They come on top of the budget.",
+    )
     pin: bool | None = Field(
         None, description="Evict the span of this prefix last, within the server's limit for pinned spans."
     )
@@ -48,6 +54,13 @@ class RequestOptions(BaseModel):
         None, description="Test only: a span that keeps every token, or none."
     )
 
+    @field_validator("protected")
+    @classmethod
+    def _ranges(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_ranges(value)
+        return value
+
     @model_validator(mode="after")
     def _exclusive(self) -> RequestOptions:
         if self.prefix_end is not None and self.prefix_end_tokens is not None:
@@ -55,7 +68,7 @@ class RequestOptions(BaseModel):
         if self.budget is not None and self.budget_tokens is not None:
             raise ValueError("give budget or budget_tokens, not both")
         if self.prefix_end is None and self.prefix_end_tokens is None:
-            for name in ("forced", "pin", "ttl_s"):
+            for name in ("forced", "pin", "protected", "ttl_s"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} needs prefix_end_tokens or prefix_end")
         return self
@@ -92,6 +105,20 @@ def check_options(options: RequestOptions, config: GrkvConfig, *, prompt_tokens:
             "custom_params.grkv: forced is a test option; start the server with GRKV_ALLOW_FORCED=true"
         )
     end = options.prefix_end_tokens
+    share = options.budget
+    if options.budget_tokens is not None:
+        share = min(1.0, options.budget_tokens / (end or prompt_tokens))
+    if share is not None and not config.budget_min <= share <= config.budget_max:
+        raise OptionsError(
+            f"custom_params.grkv: this server allows budgets between {config.budget_min:g} and "
+            f"{config.budget_max:g} of a prefix's tokens, got {share:g}"
+        )
+    if options.protected is not None and end is not None:
+        last = parse_ranges(options.protected)[-1][1]
+        if last > end:
+            raise OptionsError(
+                f"custom_params.grkv: protected must lie in the prefix of {end} tokens, got an end of {last}"
+            )
     if end is not None and end >= prompt_tokens:
         raise OptionsError(
             f"custom_params.grkv: prefix_end_tokens must leave at least one token of the prompt behind it, "

@@ -7,6 +7,7 @@ table that says what each slot would contain. Freed slots lose their content, so
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from grkv_sglang.cache.ranks import Ranks
 from grkv_sglang.cache.span import DetachedKey, SpanNode, SpanOrigin, path_facts
 from grkv_sglang.config import GrkvConfig
 from grkv_sglang.core import SpanQuality
+from grkv_sglang.policy.boundaries import MessageMarkers
 
 Lineage = tuple[int, ...]
 """Ids of the spans that a token was computed on top of."""
@@ -63,25 +65,40 @@ class RecordingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
 
 
 class TableWork:
-    """A compression in the making: writes its table entries layer by layer, the last layer counts."""
+    """A compression in the making: chunks of passes, which write nothing, then its table entries layer by
+    layer, of which the last layer counts."""
 
     def __init__(
         self, compressor: TableCompressor, source: SpanSource, profile: str, new_slots: torch.Tensor
     ) -> None:
         self.compressor, self.source, self.profile, self.new_slots = compressor, source, profile, new_slots
         self.layers = 0
+        self.chunks = deque(range(compressor.num_chunks))
         self.quality = SpanQuality()
 
+    def advance_pass(self) -> None:
+        assert self.layers == 0, "a pass after the first layer"
+        self.chunks.popleft()
+        self.compressor.chunks_done += 1
+        self.compressor.check_source(self.source)
+        failure, self.compressor.fail_chunk = self.compressor.fail_chunk, None
+        self._fail(failure)
+
     def advance(self, max_layers: int) -> None:
+        assert not self.chunks, "a layer before the passes are done"
         assert 1 <= max_layers <= TableCompressor.num_layers - self.layers
         self.compressor.check_source(self.source)
         failure, self.compressor.fail_next = self.compressor.fail_next, None
-        if failure == "exception":
-            raise RuntimeError("injected")
-        if failure is not None:
-            raise CompressionError(failure, "injected")
+        self._fail(failure)
         self.layers += max_layers
         self.compressor.write(self.source, self.new_slots)
+
+    @staticmethod
+    def _fail(reason: str | None) -> None:
+        if reason == "exception":
+            raise RuntimeError("injected")
+        if reason is not None:
+            raise CompressionError(reason, "injected")
 
     def origin(self, quality: SpanQuality) -> SpanOrigin:
         assert self.layers == TableCompressor.num_layers
@@ -97,8 +114,11 @@ class TableCompressor:
         self.allocator = allocator
         self.fail_next: str | None = None
         self.fail_probe: str | None = None
+        self.fail_chunk: str | None = None
         self.quality = 0.9
-        self.calls = 0
+        self.num_chunks = 0
+        """Of passes, of the compressions begun from now on."""
+        self.calls = self.chunks_done = 0
 
     def check_profile(self, name: str) -> str:
         return name
@@ -128,6 +148,9 @@ class TableCompressor:
     def check_source(self, source: SpanSource) -> None:
         """The slots hold what they are said to hold, all the while they are read."""
         assert len(source.token_ids) == source.slots.numel()
+        assert len(source.merged_token_ids) == source.exact_start_tokens - source.start_tokens
+        before = self.allocator.content[int(source.slots[0])][2][: source.exact_start_tokens]
+        assert before[source.start_tokens :] == tuple(source.merged_token_ids)
         for i, slot in enumerate(source.slots.tolist()):
             kind, _, tokens = self.allocator.content[slot]
             assert kind == "computed"
@@ -152,7 +175,12 @@ class Harness:
     """Drives the cache as SGLang's scheduler does."""
 
     def __init__(
-        self, num_slots: int = 120, num_rows: int = 8, row_tokens: int = 64, **settings: Any
+        self,
+        num_slots: int = 120,
+        num_rows: int = 8,
+        row_tokens: int = 64,
+        markers: MessageMarkers | None = None,
+        **settings: Any,
     ) -> None:
         self.pool = ReqToTokenPool(num_rows, row_tokens, "cpu", False)
         self.allocator = RecordingAllocator(num_slots)
@@ -165,7 +193,7 @@ class Harness:
         )
         self.clock = Clock()
         self.cache = GrkvRadixCache(
-            params, self.config, self.gaps, cast(Any, self.compressor), ranks=self.clock
+            params, self.config, self.gaps, cast(Any, self.compressor), markers=markers, ranks=self.clock
         )
         self.running: list[Req] = []
         self._ids = 0
@@ -450,9 +478,13 @@ def longest_match(
             own = list(child.key.token_ids)
             rest = list(key[depth : depth + len(own)])
             if isinstance(child, SpanNode):
-                needed = acceptance.budget.slots(len(own), 1)
+                inside = range(depth, depth + len(own))
+                wanted = {at for pair in acceptance.protected for at in range(*pair)} & set(inside)
+                kept = {at for pair in child.origin.protected for at in range(*pair)}
+                needed = acceptance.budget.slots(len(own), 1, len(wanted))
+                whole = child.origin.forced or child.num_slots == len(own)
                 good = child.origin.quality >= acceptance.min_quality
-                good = good and (child.origin.forced or child.num_slots >= needed)
+                good = good and (whole or (wanted <= kept and child.num_slots >= needed))
                 if acceptance.mode != "exact" and good and own == rest:
                     walk(child, depth + len(own))
             else:

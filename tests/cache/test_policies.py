@@ -8,13 +8,17 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from grkv_sglang.cache.census import take_census
-from grkv_sglang.cache.span import path_facts
+from grkv_sglang.cache.span import SpanNode, path_facts
+from grkv_sglang.policy.boundaries import MessageMarkers
 from tests.cache.harness import Harness
 
 HEADER = [9, 8, 7]
 DOC = [1, 2, 3, 1, 1, 2, 2, 3, 3, 1, 2, 1]
 OTHER = [2, 1, 1, 3, 2, 2, 1, 3]
 LONG = [1 + (i * i + i // 3) % 3 for i in range(40)]
+MARKERS = MessageMarkers(end_of_message=(50,), user_header=(60, 61))
+SYSTEM = [4, 5, 4, 4, 5, 5, 4, 50, 40]
+"""A system message of nine tokens; the template puts the last one between two messages."""
 
 
 def ranges(h: Harness) -> list[tuple[int, int, int]]:
@@ -211,6 +215,301 @@ def test_a_failure_in_the_second_part_keeps_the_first():
     h.work()
     assert ranges(h) == [(0, 12, 5)]
     assert failed(h) == {"too_short": 1}
+    h.check()
+
+
+# -- passes ----------------------------------------------------------------------------------------
+
+
+def test_passes_come_before_the_layers_one_chunk_per_step():
+    h = Harness(step_tokens=4)
+    h.compressor.num_chunks = 3
+    req = h.submit([*DOC, 7], {"prefix_end_tokens": 12})
+    h.finish_prefill(req)
+    h.finish(req)  # the probe
+    flight = h.cache._work._in_flight
+    assert flight is not None
+    seen = [(h.compressor.chunks_done, flight.layers_left)]
+    while h.cache.on_idle(fully_idle=False):
+        seen.append((h.compressor.chunks_done, flight.layers_left))
+        assert h.cache.state()["pool"]["in_work_slots"] == 5
+        h.check()
+    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3), (3, 2), (3, 1)]  # the third layer finishes it
+    assert ranges(h) == [(0, 12, 5)]
+    take_census(h.cache)
+
+
+def test_a_short_span_with_a_pass_is_not_finished_in_the_step_that_begins_it():
+    h = Harness()
+    h.compressor.num_chunks = 1
+    h.run([*DOC, 7], {"prefix_end_tokens": 12})
+    assert (ranges(h), h.compressor.chunks_done) == ([], 0)
+    assert h.cache.on_idle(fully_idle=False)
+    assert (ranges(h), h.compressor.chunks_done) == ([], 1)
+    assert not h.cache.on_idle(fully_idle=False)  # all layers at once
+    assert ranges(h) == [(0, 12, 5)]
+
+
+def test_every_part_of_a_job_has_its_own_passes():
+    h = Harness()
+    h.run([*DOC, *OTHER, 7])
+    h.compressor.num_chunks = 2
+    h.run([*DOC, *LONG[:10], 7], {"prefix_end_tokens": 22})
+    h.work()
+    assert ranges(h) == [(0, 12, 5), (12, 22, 4)]
+    assert h.compressor.chunks_done == 4
+    h.check()
+
+
+@pytest.mark.parametrize("chunks_before", [0, 1, 2])
+def test_work_is_given_up_between_two_chunks(chunks_before: int):
+    h = Harness()
+    h.compressor.num_chunks = 3
+    h.run([*DOC, 7, 7], {"prefix_end_tokens": 12})
+    for _ in range(chunks_before):
+        h.cache.on_idle(fully_idle=False)
+    assert (h.compressor.chunks_done, h.cache.protected_size()) == (chunks_before, 12 + 5)
+    available = h.allocator.available_size()
+    assert h.cache.surrender_slots() == 5
+    assert (h.allocator.available_size(), h.cache.protected_size()) == (available + 5, 0)
+    assert failed(h) == {"given_up_for_room": 1}
+    h.check()
+    h.work()
+    assert (h.compressor.chunks_done, ranges(h)) == (chunks_before, [])
+    take_census(h.cache)
+    assert h.submit([*DOC, 9]).prefix_len == 12
+
+
+def test_a_flush_between_two_chunks_forgets_the_work():
+    h = Harness()
+    h.compressor.num_chunks = 3
+    h.run([*DOC, 7], {"prefix_end_tokens": 12})
+    h.cache.on_idle(fully_idle=False)
+    h.cache.reset()
+    h.pool.clear()
+    h.allocator.clear()
+    assert not h.cache.on_idle(fully_idle=True)
+    assert (h.compressor.chunks_done, h.cache.protected_size()) == (1, 0)
+    take_census(h.cache)
+
+
+@pytest.mark.parametrize("reason", ["no_positions", "exception"])
+@pytest.mark.parametrize("chunks_before", [0, 2])
+def test_a_chunk_that_fails_ends_the_job(reason: str, chunks_before: int):
+    h = Harness(cooldown_requests=2)
+    h.compressor.num_chunks = 3
+    h.run([*DOC, 7], {"prefix_end_tokens": 12})
+    for _ in range(chunks_before):
+        h.cache.on_idle(fully_idle=False)
+    h.compressor.fail_chunk = reason
+    assert not h.cache.on_idle(fully_idle=False)
+    assert failed(h) == {reason: 1}
+    assert (h.compressor.chunks_done, ranges(h)) == (chunks_before + 1, [])
+    assert (h.cache.protected_size(), h.cache.state()["pool"]["in_work_slots"]) == (0, 0)
+    h.check()
+    take_census(h.cache)
+    again = h.run([*DOC, 9], {"prefix_end_tokens": 12})
+    assert again.customized_info["grkv"][0]["exact_tokens"] == 12
+    assert h.cache.counters.compressions_skipped == {"cooling_down": 1}
+
+
+# -- quality floor ---------------------------------------------------------------------------------
+
+
+def test_a_span_below_the_quality_floor_is_not_stored():
+    h = Harness(quality_floor=0.91, cooldown_requests=3, step_tokens=4)
+    h.run([*DOC, 7], {"prefix_end_tokens": 12})
+    h.work()
+    assert (ranges(h), failed(h)) == ([], {"low_quality": 1})
+    assert (h.cache.counters.compressions_started, h.cache.counters.compressions_done) == (1, 0)
+    assert h.allocator.available_size() == 120 - 13
+    h.check()
+    take_census(h.cache)
+    for question in (8, 9):
+        req = h.run([*DOC, question], {"prefix_end_tokens": 12})
+        assert (req.customized_info["grkv"][0]["exact_tokens"], h.compressor.calls) == (12, 1)
+    assert h.cache.counters.compressions_skipped == {"cooling_down": 2}
+    h.compressor.quality = 0.91
+    h.run([*DOC, 6], {"prefix_end_tokens": 12})
+    h.work()
+    assert (ranges(h), h.compressor.calls) == ([(0, 12, 5)], 2)
+
+
+def test_the_quality_floor_leaves_the_parts_before():
+    h = Harness(quality_floor=0.8)
+    h.run([*DOC, *OTHER, 7])
+    h.compressor.num_chunks = 1
+    h.run([*DOC, *LONG[:10], 7], {"prefix_end_tokens": 22})
+    while not ranges(h):
+        h.cache.on_idle(fully_idle=False)
+    h.compressor.quality = 0.79
+    h.work()
+    assert (ranges(h), failed(h)) == ([(0, 12, 5)], {"low_quality": 1})
+    assert h.submit([*DOC, *LONG[:10], 9]).prefix_len == 22
+    h.check()
+
+
+def test_the_quality_floor_holds_for_the_product_of_merged_spans():
+    h = Harness(num_slots=250, row_tokens=250, merge_after_spans=2, max_generations=1, quality_floor=0.85)
+    chat(h, 4)  # each of 0.9
+    assert failed(h) == {"low_quality": 1}
+    assert {s.origin.generation for s in h.cache.spans()} == {0}
+    h.check()
+
+
+def test_forced_spans_know_no_quality_floor():
+    h = Harness(quality_floor=0.95, allow_forced=True)
+    h.run([*DOC, 7], {"prefix_end_tokens": 12, "forced": "all"})
+    h.run([*OTHER, 7], {"prefix_end_tokens": 8, "forced": "none"})
+    assert ranges(h) == [(0, 8, 0), (0, 12, 12)]
+    assert failed(h) == {}
+
+
+# -- what stays exact ------------------------------------------------------------------------------
+
+
+def test_the_system_message_stays_exact():
+    h = Harness(markers=MARKERS, protect_system=True)
+    prompt = [*SYSTEM, 60, 61, *DOC, 50, 7]
+    end = len(prompt) - 1
+    h.run(prompt, {"prefix_end_tokens": end})
+    assert ranges(h) == [(9, end, 6)]  # ceil(0.34 * 15)
+    h.check()
+    req = h.submit([*prompt, 7])
+    facts = path_facts(req.last_node)
+    assert (facts.logical_tokens, facts.span_tokens, facts.span_slots) == (end + 1, 15, 6)
+    assert h.submit([*SYSTEM, 60, 61, 3]).prefix_len == 9  # another chat shares it
+    h.check()
+
+
+def test_without_protection_the_system_message_is_a_span_of_its_own():
+    h = Harness(markers=MARKERS)
+    h.run([*SYSTEM, 60, 61, *DOC, 50, 7], {"prefix_end_tokens": 24})
+    h.work()
+    assert ranges(h) == [(0, 8, 3), (8, 24, 6)]
+
+
+@pytest.mark.parametrize("end", [4, 8, 9])
+def test_a_job_that_ends_in_the_system_message_is_skipped(end: int):
+    h = Harness(markers=MARKERS, protect_system=True)
+    prompt = [*SYSTEM, 60, 61, *DOC, 50, 7]
+    h.run(prompt, {"prefix_end_tokens": end})
+    assert (ranges(h), h.compressor.calls, failed(h)) == ([], 0, {})
+    assert h.cache.counters.compressions_skipped == {"protected": 1}
+    assert h.cache.counters.compressions_started == 0
+    h.check()
+    assert h.submit([*prompt, 7]).prefix_len == len(prompt)
+
+
+def test_a_reused_system_message_is_skipped():
+    h = Harness(markers=MARKERS, protect_system=True)
+    h.run([*SYSTEM, 60, 61, *DOC, 50])
+    h.run([*SYSTEM, 60, 61, *OTHER, 50])
+    assert (ranges(h), h.cache.counters.compressions_skipped) == ([], {"protected": 1})
+    without = Harness(markers=MARKERS)
+    without.run([*SYSTEM, 60, 61, *DOC, 50])
+    without.run([*SYSTEM, 60, 61, *OTHER, 50])
+    assert ranges(without) == [(0, 9, 4)]
+
+
+def test_pressure_passes_over_system_messages():
+    h = under_pressure(markers=MARKERS, protect_system=True)
+    h.run([*SYSTEM, 60, 61, *OTHER[:3], 50])  # the coldest: its stretch is the system message
+    h.run([*LONG, 7])
+    h.work()
+    assert ranges(h) == [(0, 25, 9)]
+    assert h.cache.counters.compressions_skipped == {"protected": 1}
+    assert h.submit([*SYSTEM, 60, 61, *OTHER[:3], 50, 7]).prefix_len == 15
+    h.check()
+
+
+def test_prompts_without_a_chat_are_not_protected():
+    h = Harness(markers=MARKERS, protect_system=True)
+    h.run([*DOC, 7], {"prefix_end_tokens": 12})
+    assert ranges(h) == [(0, 12, 5)]
+
+
+# -- protected ranges ------------------------------------------------------------------------------
+
+
+def test_protected_tokens_come_on_top_of_the_budget():
+    h = Harness()
+    h.run([*DOC, 7], {"prefix_end_tokens": 12, "protected": "0-2,5-8"})
+    (span,) = h.cache.spans()
+    assert (span.num_slots, span.origin.protected) == (5 + 3, ((0, 2), (5, 8)))  # ceil(0.34 * 7)
+    h.check()
+
+
+def test_a_span_without_the_protected_tokens_is_made_anew():
+    h = Harness()
+    h.run([*DOC, 7], {"prefix_end_tokens": 12})
+    asked = {"prefix_end_tokens": 12, "protected": "5-8"}
+    assert h.submit([*DOC, 8], asked).prefix_len == 0
+    h.run([*DOC, 9], asked)
+    assert [s.origin.protected for s in h.cache.spans()] == [((5, 8),)]
+    assert ranges(h) == [(0, 12, 3 + 4)]  # it replaces the other one
+    # It serves a part of these, and who protects nothing; it does not serve more.
+    for protected, length in (("5-8", 12), ("6-8", 12), (None, 12), ("4-8", 0), ("5-8,9-10", 0)):
+        options = {"prefix_end_tokens": 12, **({"protected": protected} if protected else {})}
+        assert h.cache.match_prefix(h.key_of([*DOC, 6], options)).device_prefix_len == length
+    h.check()
+
+
+def test_every_part_of_a_job_keeps_the_protected_tokens_inside():
+    h = Harness()
+    h.run([*DOC, *OTHER, 7])
+    h.run([*DOC, *LONG[:10], 7], {"prefix_end_tokens": 22, "protected": "10-14,20-21"})
+    h.work()
+    first, second = sorted(h.cache.spans(), key=lambda s: s.start_tokens)
+    assert (first.origin.protected, first.num_slots) == (((10, 12),), 2 + 4)  # ceil(0.34 * 10)
+    assert (second.origin.protected, second.num_slots) == (((12, 14), (20, 21)), 3 + 3)  # ceil(0.34 * 7)
+    asked = {"prefix_end_tokens": 22, "protected": "10-14,20-21"}
+    assert path_facts(h.submit([*DOC, *LONG[:10], 9], asked).last_node).span_tokens == 22
+    h.check()
+
+
+def test_a_prefix_that_is_all_protected_is_stored_whole():
+    h = Harness()
+    h.run([*DOC, 7], {"prefix_end_tokens": 12, "protected": "0-12"})
+    assert ranges(h) == [(0, 12, 12)]
+    h.check()
+
+
+def merging() -> tuple[Harness, list[int]]:
+    """A chat of two private spans, with an exact tail that the next job merges with them."""
+    h = Harness(num_slots=300, row_tokens=250, merge_after_spans=2, max_generations=1)
+    history = chat(h, 3)
+    assert [s.origin.shared for s in h.cache.spans()] == [False, False]
+    return h, history
+
+
+def test_protected_tokens_behind_merged_spans_are_kept():
+    h, history = merging()
+    end, n = max(s.end_tokens for s in h.cache.spans()), len(history)
+    asked = {"prefix_end_tokens": n, "protected": f"{end}-{end + 5},{n - 1}-{n}"}
+    h.run([*history, 7], asked)
+    (span,) = [s for s in h.cache.spans() if s.replaces]
+    assert (span.start_tokens, span.end_tokens) == (0, n)
+    assert span.origin.protected == ((end, end + 5), (n - 1, n))
+    assert span.num_slots == 6 + -(-34 * (n - 6) // 100)
+    h.check()
+
+
+def test_spans_over_protected_tokens_are_not_merged():
+    """What such spans keep is not the tokens' own KV any more, so that the merged one could not claim it."""
+    h, history = merging()
+    h.compressor.num_chunks = 5
+    h.run([*DOC, 7], {"prefix_end_tokens": 12})  # what follows has to wait
+    h.run([*history, 7], {"prefix_end_tokens": len(history), "protected": "10-12"})
+    assert h.cache._work.waiting == 2
+    # The exact path that the request left is evicted before its turn comes; the chat's own one is not.
+    for node in list(h.cache.root_node.children.values()):
+        if not isinstance(node, SpanNode) and list(node.key.token_ids)[:4] == history[:4]:
+            h.cache.drop(node)
+    h.compressor.num_chunks = 0
+    h.work()
+    assert not [s for s in h.cache.spans() if s.replaces]
+    assert not [s for s in h.cache.spans() if s.origin.protected]
     h.check()
 
 

@@ -50,10 +50,11 @@ class CacheLife(RuleBasedStateMachine):
         cooldown=st.sampled_from([1, 3]),
         pin_share=st.sampled_from([0.1, 1.0]),
         ttl=st.sampled_from([None, None, 50.0]),
+        floor=st.sampled_from([0.0, 0.0, 0.8]),
     )
     def start(
         self, num_slots, twin, mode, triggers, step_tokens, merge_after, generations, watermark, cooldown,
-        pin_share, ttl,
+        pin_share, ttl, floor,
     ) -> None:  # fmt: skip
         self.h = Harness(
             num_slots=num_slots,
@@ -69,6 +70,7 @@ class CacheLife(RuleBasedStateMachine):
             cooldown_requests=cooldown,
             pin_share=pin_share,
             ttl_s=ttl,
+            quality_floor=floor,
         )
         self.chunked: set[str] = set()
         self.history: list[int] = []
@@ -85,11 +87,13 @@ class CacheLife(RuleBasedStateMachine):
         forced=st.sampled_from([None, None, None, "all", "none"]),
         pin=st.sampled_from([None, None, True]),
         ttl=st.sampled_from([None, None, 20.0]),
+        protected=st.sampled_from([None, None, "0-2", "3-5,9-10"]),
     )
-    def submit(self, tokens, mode, budget, explicit, end, chunk, quality, salt, forced, pin, ttl):
+    def submit(self, tokens, mode, budget, explicit, end, chunk, quality, salt, forced, pin, ttl, protected):
         options = {"mode": mode, "budget": budget, "min_quality": quality}
         if explicit:
             options |= {"prefix_end_tokens": end, "forced": forced, "pin": pin, "ttl_s": ttl}
+            options |= {"protected": protected}
         given_options = {name: value for name, value in options.items() if value is not None}
         wanted = acceptance_of(RequestOptions(**given_options), self.h.config)
         expected = longest_match(self.h, tokens[:-1], wanted, salt)
@@ -191,6 +195,14 @@ class CacheLife(RuleBasedStateMachine):
         if now:
             self.h.compressor.fail_probe = "too_short"
 
+    @rule(reason=st.sampled_from([None, None, None, "exception", "no_positions"]))
+    def next_chunk_of_a_pass_fails(self, reason):
+        self.h.compressor.fail_chunk = reason
+
+    @rule(number=st.sampled_from([0, 0, 1, 3]))
+    def next_compressions_have_passes(self, number):
+        self.h.compressor.num_chunks = number
+
     @rule()
     def a_turn_without_a_batch(self):
         self.h.cache.on_idle(fully_idle=False)
@@ -289,6 +301,8 @@ class CacheLife(RuleBasedStateMachine):
     def everything_adds_up(self):
         if hasattr(self, "h"):
             self.h.check()
+            floor = self.h.config.quality_floor
+            assert all(s.origin.forced or s.origin.quality >= floor for s in self.h.cache.spans())
 
     def teardown(self):
         if not hasattr(self, "h"):

@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from grkv_sglang.core import RotaryTable
+from grkv_sglang.core.selection import PassStatistics
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     """Normal float64 numbers that depend on the seed only."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
+
+
+def pass_statistics(n_kv_heads: int, n: int, *, seed: int) -> PassStatistics:
+    """Positive float64 numbers, three that have nothing to do with each other."""
+    return PassStatistics(*random(3, n_kv_heads, n, seed=seed).exp())
 
 
 def rope_frequencies(rotary_dim: int, base: float = 100.0) -> Tensor:

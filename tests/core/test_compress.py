@@ -5,6 +5,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -19,9 +20,12 @@ from grkv_sglang.core import (
     VALUE_ONLY,
     LayerInputs,
     LayerResult,
+    PassKind,
     Profile,
     QueryPlan,
     RotaryTable,
+    Scorer,
+    ScoringContext,
     SpanQuality,
     compress_layer,
     get_profile,
@@ -29,16 +33,40 @@ from grkv_sglang.core import (
     profile_names,
     quality,
     relative_error,
+    scorer_names,
 )
+from grkv_sglang.core.selection import PassStatistics, QueryKind
 
-from .reference import naive_attention, random, rotary_table, rotated
+from .reference import naive_attention, pass_statistics, random, rotary_table, rotated
 
-SMALL = {
-    name: replace(get_profile(name), n_window=5, n_strata=9 if name != "paper" else 0, n_held_out=3, sinks=2)
-    for name in profile_names()
-}
+
+def small(profile: Profile) -> Profile:
+    """The same with fewer queries."""
+    return replace(
+        profile,
+        n_window=5,
+        n_strata=9 if profile.n_strata else 0,
+        fit_strata=9 if profile.fit_strata else 0,
+        fit_repetition=9 if profile.fit_repetition else 0,
+        fit_questions=9 if profile.fit_questions else 0,
+        n_held_out=3,
+        sinks=2,
+    )
+
+
+SMALL = {name: small(get_profile(name)) for name in profile_names()}
 # Nothing is re-rotated: held-out queries stay at their positions and see nothing behind them.
 SMALL["causal"] = replace(SMALL["paper"], rerotate=False)
+SMALL["mixture"] = replace(
+    SMALL["release"],
+    scorer="snapkv+kvzip+stratified_value",
+    n_strata=6,
+    fit_window=True,
+    fit_strata=4,
+    fit_repetition=7,
+)
+SMALL["ragged"] = replace(SMALL["release"], scorer="critical_adakv")
+EVEN = sorted(set(SMALL) - {"ragged"})
 
 
 @dataclass(frozen=True)
@@ -49,7 +77,9 @@ class Layer:
     rotary: RotaryTable
     raw: Tensor  # [m, Hq, d] queries before RoPE
 
-    def compress(self, n_slots: int, *, starts_sequence: bool = True) -> LayerResult:
+    def compress(
+        self, n_slots: int, *, starts_sequence: bool = True, protected: Tensor | None = None
+    ) -> LayerResult:
         return compress_layer(
             self.inputs,
             self.plan,
@@ -57,7 +87,52 @@ class Layer:
             n_slots=n_slots,
             starts_sequence=starts_sequence,
             rotary=self.rotary,
+            protected=protected,
         )
+
+    def fitted(self) -> list[tuple[Tensor, int]]:
+        """The queries of the regression, each [1, Hq, d] where it is used and the last token that it sees."""
+        last = len(self.inputs.keys) - 1
+        found = []
+        for chosen, moves in ((self.plan.fit_window, False), (self.plan.fit_strata, self.profile.rerotate)):
+            for i in chosen.nonzero().flatten().tolist():
+                at = last if moves else int(self.plan.positions[i])
+                raw = self.raw[i : i + 1]
+                found.append((rotated(raw, torch.tensor([at]), raw.shape[-1], is_neox=True), at))
+        for kind in self.profile.fitted_of_passes:
+            found += [(query, last) for query in self.inputs.pass_queries[kind].double().split(1)]
+        return found
+
+    def head(self, h: int) -> Layer:
+        """One KV head, with its query heads, as a layer of its own."""
+        inputs, n_kv_heads = self.inputs, self.inputs.keys.shape[1]
+        group = self.raw.shape[1] // n_kv_heads
+        of_group = slice(h * group, (h + 1) * group)
+        assert inputs.output_projection is not None
+        blocks = inputs.output_projection.unflatten(1, (n_kv_heads, -1))
+
+        def one(tensor: Tensor | None, heads: slice = slice(h, h + 1)) -> Tensor | None:
+            return None if tensor is None else tensor[:, heads]
+
+        alone = replace(
+            inputs,
+            keys=inputs.keys[:, h : h + 1],
+            values=inputs.values[:, h : h + 1],
+            queries=inputs.queries[:, of_group],
+            ancestor_keys=one(inputs.ancestor_keys),
+            ancestor_values=one(inputs.ancestor_values),
+            output_projection=blocks[:, h],
+            passes={
+                kind: PassStatistics(*(rest[h : h + 1] for rest in statistics_of(left)))
+                for kind, left in inputs.passes.items()
+            },
+            pass_queries={kind: queries[:, of_group] for kind, queries in inputs.pass_queries.items()},
+        )
+        return replace(self, inputs=alone, raw=self.raw[:, of_group])
+
+
+def statistics_of(left: PassStatistics) -> tuple[Tensor, Tensor, Tensor]:
+    return left.total, left.square, left.maximum
 
 
 def layer(
@@ -88,6 +163,16 @@ def layer(
             ancestor_keys=coarse(p, n_kv_heads, d, offset=4) if p else None,
             ancestor_values=coarse(p, n_kv_heads, dv, offset=5) if p else None,
             output_projection=random(10, n_kv_heads * group * dv, seed=seed + 6).float(),
+            passes={
+                kind: PassStatistics(
+                    *(rest.float() for rest in statistics_of(pass_statistics(n_kv_heads, n, seed=seed + i)))
+                )
+                for i, kind in enumerate(get_args(PassKind), 7)
+            },
+            pass_queries={
+                kind: random(count, n_kv_heads * group, d, seed=seed + 9 + 20 * i, scale=2.0).float()
+                for i, (kind, count) in enumerate(profile.fitted_of_passes.items())
+            },
         ),
         plan=plan,
         profile=profile,
@@ -111,7 +196,8 @@ def held_out_sums(made: Layer, result: LayerResult) -> tuple[float, float, float
         past_values = (
             inputs.values[:0, one] if inputs.ancestor_values is None else inputs.ancestor_values[:, one]
         )
-        kept = result.kept[h]
+        kept = result.kept[h][result.kept[h] >= 0]
+        new_keys, new_values = result.keys[: len(kept), one], result.values[: len(kept), one]
         for i, position in enumerate(used_at.tolist()):
             query = queries[i : i + 1, h * group : (h + 1) * group]
             seen = kept <= position
@@ -128,8 +214,8 @@ def held_out_sums(made: Layer, result: LayerResult) -> tuple[float, float, float
                 torch.cat((past_values, inputs.values[kept[seen], one])),
             )
             changed = attention(
-                torch.cat((past_keys, result.keys[seen, one])),
-                torch.cat((past_values, result.values[seen, one])),
+                torch.cat((past_keys, new_keys[seen])),
+                torch.cat((past_values, new_values[seen])),
             )
             before += float((selected - target).square().sum())
             after += float((changed - target).square().sum())
@@ -154,7 +240,7 @@ def test_errors_are_those_of_the_held_out_queries(name: str, p: int) -> None:
     st.sampled_from(sorted(SMALL)),
     st.integers(1, 3),
     st.sampled_from([1, 3, 4, 8]),
-    st.integers(19, 43),
+    st.integers(27, 43),
     st.integers(0, 9),
     st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -176,13 +262,16 @@ def test_any_layer(
     c = data.draw(st.integers(profile.n_window + sinks + 1, n - 1))
     result = made.compress(c, starts_sequence=starts_sequence)
 
-    assert result.kept.shape == (n_kv_heads, c)
+    valid = result.kept >= 0
+    counts = valid.sum(dim=1)
+    width = int(counts.max())
+    assert int(counts.sum()) == n_kv_heads * c
+    assert name == "ragged" or counts.tolist() == [c] * n_kv_heads
+    assert result.kept.shape == (n_kv_heads, width)
     assert result.kept.dtype == torch.int64
-    assert (result.kept.diff(dim=1) > 0).all()
-    assert (result.kept >= 0).all()
     assert (result.kept < n).all()
-    assert result.keys.shape == (c, n_kv_heads, 8)
-    assert result.values.shape == (c, n_kv_heads, 6)
+    assert result.keys.shape == (width, n_kv_heads, 8)
+    assert result.values.shape == (width, n_kv_heads, 6)
     assert result.keys.dtype == result.values.dtype == dtype
     assert result.keys.is_contiguous()
     assert result.values.is_contiguous()
@@ -193,19 +282,23 @@ def test_any_layer(
     assert result.regress_s > 0
     assert 0 < result.reference < math.inf
 
-    n_fixed = int(profile.fixed_share * c + 1e-9)
-    for h in range(n_kv_heads):
-        kept = result.kept[h].tolist()
+    for h, count in enumerate(counts.tolist()):
+        n_fixed = int(profile.fixed_share * count + 1e-9)
+        assert (result.kept[h, count:] == -1).all()
+        assert (result.keys[count:, h] == 0).all()
+        assert (result.values[count:, h] == 0).all()
+        kept = result.kept[h, :count].tolist()
+        assert kept == sorted(set(kept))
         always = [s for s in range(n) if s < sinks or s >= n - profile.n_window]
         assert set(always) <= set(kept)
-        old_keys, old_values = made.inputs.keys[result.kept[h], h], made.inputs.values[result.kept[h], h]
-        same_keys = (result.keys[:, h] == old_keys).all(dim=1)
-        same_values = (result.values[:, h] == old_values).all(dim=1)
+        old_keys, old_values = made.inputs.keys[kept, h], made.inputs.values[kept, h]
+        same_keys = (result.keys[:count, h] == old_keys).all(dim=1)
+        same_values = (result.values[:count, h] == old_values).all(dim=1)
         for j, s in enumerate(kept):
             if s in always:
                 assert same_keys[j]
                 assert same_values[j]
-        assert int((same_keys & same_values).sum()) >= min(len(always) + n_fixed, c)
+        assert int((same_keys & same_values).sum()) >= min(len(always) + n_fixed, count)
         state = int(result.states[h])
         # A change of values can round away beside one of keys.
         assert bool(same_keys.all()) == (state != KEY_AND_VALUE)
@@ -225,12 +318,13 @@ def test_the_built_in_profiles_as_they_are(name: str) -> None:
 
 
 def test_selection_is_by_the_scorer_over_the_joint_softmax() -> None:
-    """The default's scores by loops: re-rotated queries, ancestors in the softmax, times the value norm."""
-    made = layer(SMALL["default"], 37, p=4, seed=3)
+    """Scores by loops: re-rotated queries, ancestors in the softmax, times the value norm."""
+    profile = replace(SMALL["release"], scorer="stratified_value", n_strata=9)
+    made = layer(profile, 37, p=4, seed=3)
     inputs, n = made.inputs, 37
     assert inputs.ancestor_keys is not None
     assert inputs.ancestor_values is not None
-    chosen = made.plan.score
+    chosen = made.plan.score_strata
     queries = rotated(
         made.raw[chosen], torch.full((int(chosen.sum()),), n - 1, dtype=torch.int64), 8, is_neox=True
     )
@@ -253,26 +347,109 @@ def test_selection_is_by_the_scorer_over_the_joint_softmax() -> None:
         assert not torch.equal(result.values[j, h], inputs.values[best[1], h])
 
 
-@pytest.mark.parametrize("name", ["default", "release", "paper"])
+class Spy(Scorer):
+    """Keeps what it is shown, and the earliest tokens."""
+
+    name = "spy"
+    queries: frozenset[QueryKind] = frozenset({"window", "strata"})
+    passes: frozenset[PassKind] = frozenset({"span"})
+
+    def __init__(self) -> None:
+        self.seen: list[ScoringContext] = []
+
+    def score(self, ctx: ScoringContext) -> Tensor:
+        self.seen.append(ctx)
+        return -torch.arange(ctx.keys.shape[1], dtype=torch.float32).expand(ctx.keys.shape[0], -1)
+
+
+@pytest.mark.parametrize("p", [0, 4])
+@pytest.mark.parametrize("starts_sequence", [True, False])
+@pytest.mark.parametrize("rerotate", [True, False])
+def test_what_a_selection_method_sees(
+    monkeypatch: pytest.MonkeyPatch, p: int, starts_sequence: bool, rerotate: bool
+) -> None:
+    spy = Spy()
+    profile = replace(SMALL["mixture"], rerotate=rerotate)
+    made = layer(profile, 33, n_kv_heads=2, group=3, p=p, seed=21)
+    made = replace(made, inputs=replace(made.inputs, layer=3, n_layers=7))
+    monkeypatch.setattr("grkv_sglang.core.compress.get_scorer", lambda name: spy)
+    result = made.compress(14, starts_sequence=starts_sequence)
+    assert result.kept.tolist() == [[*range(9), *range(28, 33)]] * 2
+
+    (ctx,) = spy.seen
+    inputs = made.inputs
+    torch.testing.assert_close(ctx.keys, inputs.keys.transpose(0, 1))
+    torch.testing.assert_close(ctx.values, inputs.values.transpose(0, 1))
+    assert (ctx.layer, ctx.n_layers, ctx.scale) == (3, 7, inputs.scale)
+    assert (ctx.n_window, ctx.n_sinks, ctx.pool_kernel) == (5, 2 if starts_sequence else 0, 5)
+    assert ctx.rotary is made.rotary
+    assert ctx.output_projection is inputs.output_projection
+    assert all(ctx.passes[kind] is inputs.passes[kind] for kind in spy.passes)
+    assert set(ctx.weights) == set(ctx.queries) == {"window", "strata"}
+    past = inputs.keys[:0] if inputs.ancestor_keys is None else inputs.ancestor_keys
+    past_values = inputs.values[:0] if inputs.ancestor_values is None else inputs.ancestor_values
+    for kind, chosen, moves in (
+        ("window", made.plan.score_window, False),
+        ("strata", made.plan.score_strata, rerotate),
+    ):
+        at = made.plan.positions[chosen]
+        at = torch.full_like(at, 32) if moves else at
+        queries = rotated(made.raw[chosen], at, 8, is_neox=True)
+        _, weights = naive_attention(
+            queries,
+            torch.cat((past, inputs.keys)),
+            torch.cat((past_values, inputs.values)),
+            scale=inputs.scale,
+            last_seen=[p + position for position in at.tolist()],
+        )
+        m = len(at)
+        # [m, Hq, x] -> [Hkv, m, G, x]
+        expected = queries.view(m, 2, 3, 8).transpose(0, 1)
+        torch.testing.assert_close(ctx.queries[kind].double(), expected, rtol=1e-4, atol=1e-4)  # type: ignore[index]
+        expected = weights[:, :, p:].view(m, 2, 3, 33).transpose(0, 1)
+        torch.testing.assert_close(ctx.weights[kind].double(), expected, rtol=1e-3, atol=1e-6)  # type: ignore[index]
+
+
+RIDGE = {
+    **{name: SMALL[name] for name in ("paper", "release", "causal", "mixture", "ragged")},
+    "strata": replace(SMALL["release"], scorer="stratified_value", n_strata=9),
+    "repetition": replace(SMALL["paper"], fit_window=False, fit_repetition=8),
+    "window and repetition": replace(SMALL["paper"], fit_repetition=3),
+    "both passes": replace(SMALL["paper"], fit_window=False, fit_repetition=4, fit_questions=5),
+}
+
+
+@pytest.mark.parametrize("name", RIDGE)
 @pytest.mark.parametrize("p", [0, 4])
 def test_values_are_the_ridge_regression_of_the_fit_queries(name: str, p: int) -> None:
     """The value step alone, from raw queries to stored values, in float64 and one KV head at a time."""
     profile = replace(
-        SMALL[name], key_step=False, guard=False, cap_v=None, fixed_share=0.0, query_weight=0.5, lambda_v=0.02
+        RIDGE[name],
+        key_step=False,
+        guard=False,
+        cap_v=None,
+        fixed_share=0.0,
+        query_weight=0.5,
+        lambda_v=0.02,
     )
-    n, c = 37, 17
+    n = 37
     made = layer(profile, n, p=p, seed=12)
-    if p:
+    plan = made.plan
+    if p and (plan.fit_window | plan.fit_strata).any():
         # A plan of one's own: the last query scores but is not fitted.
-        last = made.plan.positions == made.plan.positions[made.plan.fit].max()
-        made = replace(made, plan=replace(made.plan, fit=made.plan.fit & ~last))
+        last = plan.positions == plan.positions[plan.fit_window | plan.fit_strata].max()
+        plan = replace(plan, fit_window=plan.fit_window & ~last, fit_strata=plan.fit_strata & ~last)
+        made = replace(made, plan=plan)
     inputs = made.inputs
-    result = made.compress(c)
-    at = made.plan.positions[made.plan.fit]
-    used_at = torch.full_like(at, n - 1) if profile.fit_queries == "strata" and profile.rerotate else at
-    queries = rotated(made.raw[made.plan.fit], used_at, 8, is_neox=True)
+    result = made.compress(17)
+    fitted = made.fitted()
+    assert len(fitted) == int(plan.fit_window.sum() + plan.fit_strata.sum()) + sum(
+        profile.fitted_of_passes.values()
+    )
     for h in range(2):
-        one, kept = slice(h, h + 1), result.kept[h]
+        one = slice(h, h + 1)
+        kept = result.kept[h][result.kept[h] >= 0]
+        c = len(kept)
         past_keys = inputs.keys[:0, one] if inputs.ancestor_keys is None else inputs.ancestor_keys[:, one]
         past_values = (
             inputs.values[:0, one] if inputs.ancestor_values is None else inputs.ancestor_values[:, one]
@@ -280,8 +457,8 @@ def test_values_are_the_ridge_regression_of_the_fit_queries(name: str, p: int) -
         old = inputs.values[kept, h].double()
         free = torch.tensor([2 <= s < n - 5 for s in kept.tolist()])
         design, residual = [], []
-        for i, position in enumerate(used_at.tolist()):
-            query = queries[i : i + 1, 3 * h : 3 * h + 3]
+        for all_heads, position in fitted:
+            query = all_heads[:, 3 * h : 3 * h + 3]
             target, _ = naive_attention(
                 query,
                 torch.cat((past_keys, inputs.keys[: position + 1, one])),
@@ -303,8 +480,120 @@ def test_values_are_the_ridge_regression_of_the_fit_queries(name: str, p: int) -
         right = torch.cat((*residual, torch.zeros(int(free.sum()), 6, dtype=torch.float64)))
         expected = old.clone()
         expected[free] += torch.linalg.lstsq(x, right).solution
-        torch.testing.assert_close(result.values[:, h].double(), expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(result.values[:c, h].double(), expected, rtol=1e-3, atol=1e-4)
         assert (expected - old).norm() > 0.1
+
+
+def test_fitting_the_queries_that_were_scored_is_no_different(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their attention is then taken from the selection instead of computed again."""
+    made = layer(replace(SMALL["release"], scorer="stratified", n_strata=9), 37, p=4, seed=22)
+    # Chooses the same whatever the scored queries are.
+    spy = Spy()
+    spy.queries = frozenset({"strata"})
+    monkeypatch.setattr("grkv_sglang.core.compress.get_scorer", lambda name: spy)
+    shared = made.compress(17)
+    fewer = made.plan.score_strata & (made.plan.positions > made.plan.positions[made.plan.score_strata][0])
+    apart = replace(made, plan=replace(made.plan, score_strata=fewer)).compress(17)
+    assert torch.equal(apart.kept, shared.kept)
+    torch.testing.assert_close(apart.keys, shared.keys)
+    torch.testing.assert_close(apart.values, shared.values)
+    assert not torch.equal(shared.values[:, 0], made.inputs.values[shared.kept[0], 0])
+
+
+@pytest.mark.parametrize("scorer", ["adakv", "kvzip_per_head", "critical_adakv"])
+@pytest.mark.parametrize("p", [0, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_ragged_layer_is_every_head_by_itself(scorer: str, p: int, dtype: torch.dtype) -> None:
+    # Few iterations: with more, conjugate gradients amplify the rounding of another order of sums.
+    profile = replace(SMALL["mixture"], scorer=scorer, cg_iterations=3)
+    made = layer(profile, 61, n_kv_heads=3, p=p, seed=24, dtype=dtype)
+    result = made.compress(32)
+    counts = (result.kept >= 0).sum(dim=1).tolist()
+    assert sum(counts) == 3 * 32
+    assert len(set(counts)) == 3
+    # Half of every head's budget holds its floor and the 7 always kept, so that no first stage hangs on the
+    # floor: by itself a head has another one.
+    assert scorer != "critical_adakv" or min(counts) // 2 >= 7 + int(0.2 * (32 - 7))
+    before = after = reference = 0.0
+    for h, count in enumerate(counts):
+        alone = made.head(h).compress(count)
+        assert result.kept[h, :count].tolist() == alone.kept[0].tolist()
+        rtol, atol = (1e-3, 1e-4) if dtype == torch.float32 else (2e-2, 2e-2)
+        torch.testing.assert_close(result.keys[:count, h], alone.keys[:, 0], rtol=rtol, atol=atol)
+        torch.testing.assert_close(result.values[:count, h], alone.values[:, 0], rtol=rtol, atol=atol)
+        assert int(result.states[h]) == int(alone.states[0])
+        before += alone.error_before
+        after += alone.error_after
+        reference += alone.reference
+    assert result.error_before == pytest.approx(before, rel=1e-4)
+    assert result.error_after == pytest.approx(after, rel=1e-2)
+    assert result.reference == pytest.approx(reference, rel=1e-4)
+    assert (result.states == KEY_AND_VALUE).all()
+    assert result.error_after < result.error_before
+
+
+@pytest.mark.parametrize("n_slots", [8, 20, 39, 40])
+def test_layers_of_a_pyramid_keep_as_many_tokens_together(n_slots: int) -> None:
+    made = layer(replace(SMALL["release"], scorer="pyramidkv"), 40, seed=25)
+    widths = []
+    for at in range(5):
+        result = replace(made, inputs=replace(made.inputs, layer=at, n_layers=5)).compress(n_slots)
+        widths.append(result.kept.shape[1])
+        assert (result.kept >= 0).all()
+    assert sum(widths) == 5 * n_slots
+    assert widths == sorted(widths, reverse=True)
+    assert n_slots not in (20, 39) or widths[0] > widths[-1]
+
+
+ALL_SCORERS = [*scorer_names(), "snapkv+kvzip", "h2o+stratified_value+expected_attention"]
+
+
+@pytest.mark.parametrize("scorer", ALL_SCORERS)
+@pytest.mark.parametrize("shape", [(1, 1, 41), (1, 4, 37), (3, 3, 43)])
+def test_every_method_keeps_protected_tokens_as_they_are(scorer: str, shape: tuple[int, int, int]) -> None:
+    n_kv_heads, group, n = shape
+    # Caps off: what may change does.
+    profile = replace(SMALL["mixture"], scorer=scorer, cap_k=None, cap_v=None, guard=False)
+    made = layer(profile, n, n_kv_heads=n_kv_heads, group=group, p=3, seed=26)
+    protected = torch.tensor([s % 5 == 3 for s in range(n)])
+    always = [s for s in range(n) if s < 2 or s >= n - 5 or s % 5 == 3]
+    result = made.compress(len(always) + 8, protected=protected)
+    before, after, reference = held_out_sums(made, result)
+    assert result.error_before == pytest.approx(before, rel=1e-4)
+    assert result.error_after == pytest.approx(after, rel=1e-4)
+    assert result.reference == pytest.approx(reference, rel=1e-4)
+    for h in range(n_kv_heads):
+        kept = result.kept[h].tolist()
+        assert set(always) <= set(kept)
+        for j, s in enumerate(kept):
+            same = torch.equal(result.keys[j, h], made.inputs.keys[s, h])
+            same = same and torch.equal(result.values[j, h], made.inputs.values[s, h])
+            assert same or s not in always
+    assert (result.states == KEY_AND_VALUE).all()
+    with pytest.raises(ValueError, match=f"more than {len(always)} slots .* protected"):
+        made.compress(len(always), protected=protected)
+
+
+def test_a_missing_pass_is_named() -> None:
+    made = layer(replace(SMALL["release"], scorer="snapkv+h2o+kvzip"), 31)
+    without = replace(made, inputs=replace(made.inputs, passes={}))
+    with pytest.raises(
+        ValueError, match=r"results of pass repetition, span, which selection 'snapkv\+h2o\+kvzip' needs"
+    ):
+        without.compress(14)
+    one: dict[PassKind, PassStatistics] = {"span": made.inputs.passes["span"]}
+    with pytest.raises(ValueError, match="results of pass repetition, which"):
+        replace(made, inputs=replace(made.inputs, passes=one)).compress(14)
+    fitting = layer(replace(SMALL["paper"], fit_repetition=4, fit_questions=3), 31)
+    given = dict(fitting.inputs.pass_queries)
+    fitting.compress(14)
+    for kind, count in (("repetition", 4), ("questions", 3)):
+        message = f"expected {count} queries of pass '{kind}', which profile 'paper' fits, got none"
+        fewer = {other: queries for other, queries in given.items() if other != kind}
+        nothing = {other: queries[:0] if other == kind else queries for other, queries in given.items()}
+        for pass_queries in (fewer, nothing):
+            with pytest.raises(ValueError, match=message):
+                replace(fitting, inputs=replace(fitting.inputs, pass_queries=pass_queries)).compress(14)
 
 
 def test_window_queries_are_causal() -> None:
@@ -313,11 +602,14 @@ def test_window_queries_are_causal() -> None:
     made = layer(profile, 21, seed=4)
     # The plan's one score query sits in the middle; the tokens behind it shout at it.
     middle = 10
+    none = torch.tensor([False, False])
     plan = QueryPlan(
-        torch.tensor([middle, 20]),
-        torch.tensor([True, False]),
-        torch.tensor([False, False]),
-        torch.tensor([False, True]),
+        positions=torch.tensor([middle, 20]),
+        score_window=torch.tensor([True, False]),
+        score_strata=none,
+        fit_window=none,
+        fit_strata=none,
+        held_out=torch.tensor([False, True]),
     )
     queries = torch.ones(2, 6, 8)
     keys = torch.full((21, 2, 8), -0.1)
@@ -340,18 +632,19 @@ def test_window_queries_are_not_rotated_and_strata_are() -> None:
     result = made.compress(20)
     # The same layer with strata and held-out queries given at the last position, and no re-rotation.
     at_end = rotated(made.raw, torch.full((len(made.raw),), 39, dtype=torch.int64), 8, is_neox=True).float()
-    strata = (made.plan.fit | made.plan.held_out) & ~made.plan.score
-    assert not (made.plan.score & made.plan.fit)[made.plan.positions < 35].any()
+    window, fit = made.plan.score_window, made.plan.fit_strata
+    strata = (fit | made.plan.held_out) & ~window
+    assert not (window & fit)[made.plan.positions < 35].any()
     moved.queries[strata] = at_end[strata]
     by_hand = replace(made.profile, rerotate=False)
-    shared = int((made.plan.score & made.plan.fit).sum())
+    shared = int((window & fit).sum())
     assert shared == 1  # one stratum's middle lies in the window; it cannot be given both ways
     plan = replace(
         made.plan,
-        fit=made.plan.fit & ~made.plan.score,
+        fit_strata=fit & ~window,
         positions=torch.where(strata, 39, made.plan.positions),
     )
-    fewer = replace(made.plan, fit=plan.fit)
+    fewer = replace(made.plan, fit_strata=plan.fit_strata)
     expected = compress_layer(moved, plan, by_hand, n_slots=20, starts_sequence=True, rotary=None)
     got = compress_layer(
         made.inputs, fewer, made.profile, n_slots=20, starts_sequence=True, rotary=made.rotary
@@ -392,7 +685,10 @@ def test_a_budget_that_leaves_nothing_to_select() -> None:
 
 @pytest.mark.parametrize("name", ["default", "release"])
 def test_regression_lowers_the_error_of_queries_it_did_not_see(name: str) -> None:
-    profile = replace(get_profile(name), n_strata=24, n_window=8, n_held_out=8)
+    profile = get_profile(name)
+    profile = replace(
+        profile, n_strata=24 if profile.n_strata else 0, fit_strata=24, n_window=8, n_held_out=8
+    )
     made = layer(profile, 200, seed=6)
     # Queries around two directions, as in a model; independent ones could not be generalised to.
     centres = random(2, 6, 8, seed=7, scale=2.0)
@@ -403,8 +699,9 @@ def test_regression_lowers_the_error_of_queries_it_did_not_see(name: str) -> Non
 
 
 def test_regression_lowers_the_error_of_the_queries_that_it_fits() -> None:
-    made = layer(replace(SMALL["default"], n_strata=20), 60, seed=9)
-    plan = replace(made.plan, held_out=made.plan.fit)  # measured on the fitted ones
+    profile = replace(SMALL["release"], scorer="stratified_value", n_strata=20, fit_strata=20)
+    made = layer(profile, 60, seed=9)
+    plan = replace(made.plan, held_out=made.plan.fit_strata)  # measured on the fitted ones
     after = []
     for change in ({}, {"key_step": False}, {"value_step": False, "key_step": False}):
         result = replace(made, plan=plan, profile=replace(made.profile, **change)).compress(30)  # type: ignore[arg-type]
@@ -448,11 +745,13 @@ def test_a_non_finite_head_stays_unchanged_and_alone(name: str, bad: float) -> N
 
 
 def test_inputs_are_not_changed() -> None:
-    made = layer(SMALL["release"], 31, p=3)
+    made = layer(SMALL["mixture"], 31, p=3)
     tensors = [t for t in vars(made.inputs).values() if isinstance(t, Tensor)]
+    tensors += [rest for left in made.inputs.passes.values() for rest in statistics_of(left)]
+    tensors += made.inputs.pass_queries.values()
     before = [t.clone() for t in tensors]
     made.compress(14)
-    assert len(tensors) == 6
+    assert len(tensors) == 6 + 3 * len(get_args(PassKind)) + 1
     assert all(torch.equal(new, old) for new, old in zip(tensors, before, strict=True))
 
 
@@ -465,7 +764,7 @@ def test_no_ancestors_is_the_same_as_empty_ones() -> None:
 
 
 def test_one_query_of_each_kind() -> None:
-    profile = replace(SMALL["default"], n_strata=1, n_held_out=1)
+    profile = replace(SMALL["mixture"], n_window=1, n_strata=1, fit_strata=1, fit_repetition=1, n_held_out=1)
     made = layer(profile, 9, n_kv_heads=1, group=1)
     result = made.compress(8, starts_sequence=True)
     assert result.keys.shape == (8, 1, 8)
@@ -537,6 +836,43 @@ def test_other_errors_name_what_is_missing() -> None:
     for n_slots in (0, 32):
         with pytest.raises(ValueError, match=f"between 1 and 31 slots for 31 tokens, got {n_slots}"):
             made.compress(n_slots)
+
+
+@pytest.mark.parametrize("kind", ["window", "strata"])
+def test_a_plan_without_the_queries_that_a_selection_looks_at(kind: QueryKind) -> None:
+    made = layer(replace(SMALL["mixture"], scorer="snapkv+stratified"), 33, seed=27)
+    none = torch.zeros_like(made.plan.held_out)
+    without = replace(made, plan=replace(made.plan, **{f"score_{kind}": none}))
+    message = (
+        rf"a plan with {kind} queries, which selection 'snapkv\+stratified' looks at, got none in score_"
+    )
+    for n_slots in (14, 33):
+        with pytest.raises(ValueError, match=message + kind):
+            without.compress(n_slots)
+    # A method that does not look at them does without.
+    other = {"window": "stratified", "strata": "snapkv"}[kind]
+    assert replace(without, profile=replace(made.profile, scorer=other)).compress(14).kept.shape == (2, 14)
+
+
+@pytest.mark.parametrize("name", ["paper", "default", "mixture"])
+def test_a_plan_without_queries_to_fit(name: str) -> None:
+    profile = SMALL[name]
+    made = layer(profile, 33, seed=28)
+    none = torch.zeros_like(made.plan.held_out)
+    without = replace(made, plan=replace(made.plan, fit_window=none, fit_strata=none))
+    message = (
+        f"a plan with queries to fit, because profile '{profile.name}' has a value or key step, got none"
+    )
+    if profile.fit_repetition:
+        # Those of passes are no part of a plan, and enough.
+        assert without.compress(14).error_after > 0
+        without = replace(without, profile=replace(profile, fit_repetition=0))
+    with pytest.raises(ValueError, match=message):
+        without.compress(14)
+    # Nothing is fitted where no step runs.
+    still = replace(without, profile=replace(profile, value_step=False, key_step=False))
+    result = still.compress(14)
+    assert result.error_after == result.error_before
 
 
 def test_the_core_imports_nothing_but_torch() -> None:

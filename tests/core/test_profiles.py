@@ -15,14 +15,14 @@ def test_built_ins_are_found_by_their_own_name() -> None:
 
 def test_published_settings() -> None:
     paper = get_profile("paper")
-    assert (paper.scorer, paper.score_queries, paper.fit_queries) == ("snapkv", "window", "window")
+    assert (paper.scorer, paper.fit_window, paper.fit_strata, paper.fit_repetition) == ("snapkv", True, 0, 0)
     assert (paper.n_window, paper.query_weight) == (32, 1.0)
     assert (paper.lambda_k, paper.lambda_v, paper.cap_k, paper.cap_v) == (1e-2, 1e-2, None, None)
     assert (paper.fixed_share, paper.steps, paper.guard) == (0.1, 1, False)
 
     release = get_profile("release")
-    assert (release.scorer, release.score_queries, release.fit_queries) == ("criticalkv", "window", "strata")
-    assert (release.n_strata, release.rerotate, release.query_weight) == (32, True, 6 / 32)
+    assert (release.scorer, release.fit_window, release.fit_repetition) == ("criticalkv", False, 0)
+    assert (release.fit_strata, release.rerotate, release.query_weight) == (32, True, 6 / 32)
     assert (release.lambda_k, release.lambda_v, release.cap_k, release.cap_v) == (1e-2, 1e-2, 0.025, 0.1)
     assert (release.fixed_share, release.steps, release.guard) == (0.1, 1, True)
 
@@ -49,13 +49,15 @@ def test_unknown_name_lists_the_valid_ones() -> None:
         ({"cap_v": math.nan}, "finite cap_v"),
         ({"fixed_share": 1.1}, "fixed_share between 0 and 1"),
         ({"n_held_out": 0}, "n_held_out >= 1"),
-        ({"n_strata": 0}, "n_strata >= 1"),
         ({"steps": 0}, "steps >= 1"),
         ({"cg_iterations": 0}, "cg_iterations >= 1"),
         ({"pool_kernel": 4}, "pool_kernel to be odd"),
         ({"scorer": "snap"}, "snapkv"),
-        ({"score_queries": "all"}, "score_queries to be one of"),
-        ({"fit_queries": ""}, "fit_queries to be one of"),
+        ({"scorer": "kvzip+"}, "snapkv"),
+        ({"scorer": "stratified", "n_strata": 0}, "n_strata >= 1"),
+        ({"fit_strata": -1}, "fit_strata >= 0"),
+        ({"fit_repetition": -1}, "fit_repetition >= 0"),
+        ({"fit_window": False, "fit_strata": 0, "fit_repetition": 0}, "needs queries to fit"),
         ({"sinks": -1}, "sinks >= 0"),
         ({"n_window": -1}, "n_window >= 0"),
     ],
@@ -66,6 +68,21 @@ def test_validation(change: dict[str, object], message: str) -> None:
 
 
 def test_a_window_of_no_tokens_is_fine_where_no_query_comes_from_it() -> None:
-    assert replace(get_profile("default"), n_window=0).n_window == 0
-    with pytest.raises(ValueError, match="n_window >= 1"):
-        replace(get_profile("paper"), n_window=0)
+    without = replace(get_profile("release"), scorer="kvzip", n_window=0)
+    assert (without.n_window, without.n_strata) == (0, 0)
+    for change in ({"scorer": "snapkv"}, {"scorer": "kvzip+snapkv"}, {"fit_window": True}):
+        with pytest.raises(ValueError, match="n_window >= 1"):
+            replace(without, **change)
+    with pytest.raises(ValueError, match="n_strata >= 1"):
+        replace(without, scorer="kvzip+expected_attention")
+
+
+def test_passes_are_those_of_the_selection_and_of_the_fitted_queries() -> None:
+    plain = replace(get_profile("release"), scorer="snapkv")
+    assert plain.passes == frozenset()
+    assert replace(plain, scorer="h2o").passes == {"span"}
+    assert replace(plain, scorer="snapkv+h2o+kvzip").passes == {"span", "repetition"}
+    fitting = replace(plain, fit_repetition=8)
+    assert fitting.passes == {"repetition"}
+    assert replace(fitting, fit_strata=0).passes == {"repetition"}
+    assert replace(fitting, value_step=False, key_step=False).passes == frozenset()

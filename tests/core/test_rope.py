@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from grkv_sglang.core import RotaryTable, rotate_forward
+from grkv_sglang.core.rope import mean_rotation
 
 from .reference import random, rotary_table, rotated
 
@@ -65,3 +66,32 @@ def test_errors() -> None:
         RotaryTable(table.cos_sin, 7, True)
     with pytest.raises(ValueError, match=r"\[max_position, 6\], got \[10, 8\]"):
         RotaryTable(table.cos_sin, 6, True)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("d", "rotary_dim"), [(8, 8), (10, 6)])
+def test_mean_rotation_is_the_mean_of_rotations(is_neox: bool, d: int, rotary_dim: int) -> None:
+    raw, at = random(5, 3, d, seed=5), torch.tensor([0, 1, 17, 200, 300])
+    before = rotated(raw, at, rotary_dim, is_neox=is_neox)
+    table = rotary_table(rotary_dim, is_neox=is_neox, factor=1.3)
+    steps = [rotated(raw, at + step, rotary_dim, is_neox=is_neox) for step in range(1, 42)]
+    expected = torch.stack(steps).mean(dim=0)
+    torch.testing.assert_close(mean_rotation(before, table, n_positions=41), expected)
+    single = mean_rotation(before.float(), table, n_positions=41)
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), expected, rtol=0, atol=1e-5)
+    # Any shape in front, and the input stays.
+    flat = before.reshape(15, d).clone()
+    torch.testing.assert_close(mean_rotation(flat, table, n_positions=41), expected.reshape(15, d))
+    assert torch.equal(flat, before.reshape(15, d))
+
+
+def test_mean_rotation_ends_with_the_table() -> None:
+    queries = random(2, 1, 8, seed=6)
+    short = rotary_table(8, is_neox=True, n_positions=10)
+    torch.testing.assert_close(
+        mean_rotation(queries, short, n_positions=512),
+        mean_rotation(queries, rotary_table(8, is_neox=True), n_positions=9),
+    )
+    with pytest.raises(ValueError, match="2 positions or more, got 1"):
+        mean_rotation(queries, rotary_table(8, is_neox=True, n_positions=1), n_positions=512)

@@ -15,8 +15,12 @@ def test_defaults_need_no_source():
         "mode": "prefer_compressed",
         "budget": 0.1,
         "budget_tokens": None,
+        "budget_min": 0.01,
+        "budget_max": 1.0,
         "profile": "default",
         "min_quality": 0.0,
+        "quality_floor": 0.0,
+        "protect_system": False,
         "triggers": ("explicit", "reuse", "pressure"),
         "min_span_tokens": 512,
         "reuse_min_hits": 1,
@@ -104,6 +108,11 @@ def test_settings_as_text():
         ({"GRKV_STEP_TOKENS": "0"}, "step_tokens: Input should be greater than or equal to 1"),
         ({"GRKV_MERGE_AFTER_SPANS": "1"}, "merge_after_spans: Input should be greater than or equal to 2"),
         ({"GRKV_PRESSURE_WATERMARK": "1"}, "pressure_watermark: Input should be less than 1"),
+        ({"GRKV_BUDGET_MIN": "0"}, "budget_min: Input should be greater than 0"),
+        ({"GRKV_BUDGET_MAX": "1.5"}, "budget_max: Input should be less than or equal to 1"),
+        ({"GRKV_QUALITY_FLOOR": "1"}, "quality_floor: Input should be less than 1"),
+        ({"GRKV_QUALITY_FLOOR": "-0.1"}, "quality_floor: Input should be greater than or equal to 0"),
+        ({"GRKV_PROTECT_SYSTEM": "always"}, "protect_system: Input should be a valid boolean"),
         ({"GRKV_PIN_SHARE": "1.01"}, "pin_share: Input should be less than or equal to 1"),
         ({"GRKV_TTL_S": "0"}, "ttl_s: Input should be greater than 0"),
         ({"GRKV_CONFIG_FILE": "/does/not/exist.toml"}, "cannot read"),
@@ -127,6 +136,16 @@ def test_a_reserve_above_the_watermark_is_refused(env):
         load_config(env)
     # Without the trigger neither number matters.
     assert "pressure" not in load_config({**env, "GRKV_TRIGGERS": "explicit,reuse"}).triggers
+
+
+def test_budget_bounds():
+    config = load_config({"GRKV_BUDGET_MIN": "0.05", "GRKV_BUDGET_MAX": "0.5"})
+    assert (config.budget_min, config.budget_max) == (0.05, 0.5)
+    same = load_config({"GRKV_BUDGET_MIN": "0.2", "GRKV_BUDGET_MAX": "0.2"})
+    assert (same.budget_min, same.budget_max) == (0.2, 0.2)
+    for env in ({"GRKV_BUDGET_MIN": "0.3", "GRKV_BUDGET_MAX": "0.2"}, {"GRKV_BUDGET_MAX": "0.005"}):
+        with pytest.raises(ConfigError, match="budget_min must not exceed budget_max"):
+            load_config(env)
 
 
 def test_unreadable_files(tmp_path):
@@ -162,7 +181,8 @@ def test_values_as_environment():
             mode="exact", budget=1 / 3, budget_tokens=7, profile="paper", min_quality=0.1, min_span_tokens=2,
             triggers=("pressure", "insert"), reuse_min_hits=2, cooldown_requests=1, step_tokens=1,
             pressure_watermark=0.999, pressure_reserve=0.1, merge_after_spans=2, max_generations=0,
-            pin_share=0.0, ttl_s=1e-3, free_exact_twin="under_pressure",
+            pin_share=0.0, ttl_s=1e-3, free_exact_twin="under_pressure", budget_min=0.25, budget_max=0.75,
+            quality_floor=0.5, protect_system=True,
         ),
     ],
 )  # fmt: skip

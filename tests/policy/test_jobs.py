@@ -74,6 +74,17 @@ def test_explicit_job_carries_the_requests_wishes_and_namespace():
     assert (made.reason, made.budget, made.profile) == ("explicit", Budget(0.5, None), "paper")
     assert (made.forced, made.pin, made.ttl_s, made.shared) == (None, True, 2.5, True)
     assert made.acceptance == Acceptance("prefer_compressed", Budget(0.5, None), 0.0)
+    assert (made.protected, made.exact_tokens) == ((), 0)
+
+
+def test_protected_ranges_are_carried_by_explicit_jobs_only():
+    options = RequestOptions(prefix_end_tokens=700, protected="20-30,0-10")
+    made = job(options)
+    assert made.protected == ((0, 10), (20, 30))
+    assert made.acceptance == Acceptance("prefer_compressed", Budget(0.2, None), 0.0, ((0, 10), (20, 30)))
+    # The server does not act on marks: the span it makes on reuse is for everyone.
+    config = GrkvConfig(budget=0.2, min_span_tokens=100, triggers="reuse")
+    assert job(options, 500, config=config).protected == ()
 
 
 def test_explicit_job_without_wishes_is_made_by_the_servers_settings():
@@ -269,9 +280,40 @@ def test_same_work_has_one_identity():
         RequestOptions(prefix_end_tokens=484, budget_tokens=9),
         RequestOptions(prefix_end_tokens=484, profile="paper"),
         RequestOptions(prefix_end_tokens=484, forced="all"),
+        RequestOptions(prefix_end_tokens=484, protected="0-9"),
+        RequestOptions(prefix_end_tokens=484, protected="0-9,10-11"),
     ]
     found = {job(options).identity for options in others}
-    assert len(found | {job(marked).identity}) == 5
+    assert len(found | {job(marked).identity}) == 7
+    # The same positions are the same work however they are written.
+    again = RequestOptions(prefix_end_tokens=484, protected="5-9, 0-5")
+    assert job(again).identity in found
+
+
+@pytest.mark.parametrize(
+    ("end_at", "headers", "page_size", "head"),
+    [
+        (80, [81], 1, 81),  # with what the template puts between the two messages
+        (80, [81], 16, 96),
+        (79, [80], 16, 80),
+        (80, [81, 300], 1, 81),  # the first user message counts
+        (None, [81], 1, 0),  # no system message
+        (80, [], 1, 0),  # no user message: nothing says what the first one is
+        (90, [81], 1, 0),  # it ends the user message
+    ],
+)
+@pytest.mark.parametrize("marked", [82, 80, 40, 700])
+def test_the_system_message_is_found_in_the_whole_prompt(end_at, headers, page_size, head, marked):
+    """Also by jobs that end within it or right behind it."""
+    tokens = chat(*headers)
+    if end_at is not None:
+        tokens[end_at] = END
+    options = RequestOptions(prefix_end_tokens=marked)
+    config = CONFIG.model_copy(update={"protect_system": True})
+    made = job(options, tokens=tokens, config=config, page_size=page_size, markers=MARKERS)
+    assert made.exact_tokens == head
+    assert job(options, tokens=tokens, config=config, page_size=page_size).exact_tokens == 0
+    assert job(options, tokens=tokens, page_size=page_size, markers=MARKERS).exact_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -349,3 +391,43 @@ def test_any_parts(covered, length, cuts, min_tokens):
         if covered < cut <= end - min_tokens:
             before = max(a for a, _ in parts if a <= cut) if cut >= start else covered
             assert cut - before < min_tokens
+
+
+@pytest.mark.parametrize(
+    ("covered", "end", "cuts", "exact_until", "parts"),
+    [
+        (0, 100, [], 30, [(30, 100)]),
+        (0, 100, [30], 30, [(30, 100)]),
+        (0, 100, [30, 60], 30, [(30, 60), (60, 100)]),
+        (0, 100, [10, 20], 30, [(30, 100)]),  # what lies before is not cut
+        (0, 100, [35], 30, [(35, 100)]),  # a short header behind it stays exact, too
+        (50, 100, [], 30, [(50, 100)]),  # a span is there already
+        (0, 100, [], 99, [(99, 100)]),
+        (0, 100, [], 100, []),
+        (0, 100, [40], 140, []),
+    ],
+)
+def test_parts_behind_what_stays_exact(covered, end, cuts, exact_until, parts):
+    found = plan_parts(covered=covered, end=end, cuts=cuts, min_tokens=10, exact_until=exact_until)
+    assert found == parts
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(1, 80),
+    st.lists(st.integers(-5, 130), max_size=12),
+    st.integers(2, 25),
+    st.integers(0, 130),
+)
+def test_any_parts_behind_what_stays_exact(covered, length, cuts, min_tokens, exact_until):
+    end = covered + length
+    parts = plan_parts(covered=covered, end=end, cuts=cuts, min_tokens=min_tokens, exact_until=exact_until)
+    if exact_until >= end:
+        assert parts == []
+        return
+    assert parts[0][0] >= max(covered, exact_until)
+    assert parts[-1][1] == end
+    assert all(before[1] == after[0] for before, after in pairwise(parts))
+    assert all(a < b for a, b in parts)
+    # As if a span ended there.
+    assert parts == plan_parts(covered=max(covered, exact_until), end=end, cuts=cuts, min_tokens=min_tokens)

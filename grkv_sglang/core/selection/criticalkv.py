@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from grkv_sglang.core.selection.base import ScoringContext, indices_of, top_mask
+from grkv_sglang.core.selection.base import ScoringContext, top_mask
 from grkv_sglang.core.selection.snapkv import SnapKV
 
 # Keeps a token with a large value in the race when no query looked at it.
@@ -18,19 +16,23 @@ _TOKENS_PER_CHUNK = 2048
 
 
 class CriticalKV(SnapKV):
-    """Two stages over the tokens that are not always kept.
+    """Two stages: one by attention, one by how much of the output a token makes up.
 
-    The first half of the budget goes to the best SnapKV scores; the second half, among the tokens
-    left, to the best `(score + 1e-4) * mean over the group of ||W_o^h v||_1`, with `W_o^h` the columns
-    of the output projection that belong to query head h.
+    The first stage fills half of the budget c: the always-kept tokens, which count, and the best SnapKV
+    scores up to `floor(c / 2)` tokens in all (none where the always-kept ones are as many). The second stage
+    fills the rest, among the tokens left, with the best `(score + 1e-4) * mean over the group of
+    ||W_o^h v||_1`, with `W_o^h` the columns of the output projection that belong to query head h.
 
     Source: "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective",
-    arXiv 2502.03805, with SnapKV scores and even budgets. An odd budget gives the second stage the
-    extra token.
+    arXiv 2502.03805, with SnapKV scores and even budgets, as kvpress 0.5.5 computes it: there, the window's
+    tokens rank first and are part of the first stage.
+
+    Deviation: all always-kept tokens count like the window's, sinks and protected ones too, and none of them
+    ever competes. (In kvpress a window of more than half of the budget is partly left to the second stage.)
     """
 
-    name: ClassVar[str] = "criticalkv"
-    needs_output_projection: ClassVar[bool] = True
+    name = "criticalkv"
+    needs_output_projection = True
 
     def score(self, ctx: ScoringContext) -> Tensor:
         """The first stage's score, after checking that the second will have its projection.
@@ -42,20 +44,23 @@ class CriticalKV(SnapKV):
         return super().score(ctx)
 
     def select(self, ctx: ScoringContext, scores: Tensor, always_kept: Tensor, n_slots: int) -> Tensor:
-        free_slots = n_slots - int(always_kept.sum())
+        n_always_kept = int(always_kept.sum())
+        n_first = max(0, n_slots // 2 - n_always_kept)
         kept = always_kept.expand_as(scores)
-        kept = kept | top_mask(scores, ~kept, free_slots // 2)
-        second = (scores + EPSILON) * projected_norms(ctx.values, self._projection(ctx))
-        kept = kept | top_mask(second, ~kept, free_slots - free_slots // 2)
-        return indices_of(kept, n_slots)
+        kept = kept | top_mask(scores, ~kept, n_first)
+        return kept | top_mask(self.second_stage(ctx, scores), ~kept, n_slots - n_always_kept - n_first)
+
+    def second_stage(self, ctx: ScoringContext, scores: Tensor) -> Tensor:
+        """[Hkv, n] scores of the second stage."""
+        return (scores + EPSILON) * projected_norms(ctx.values, self._projection(ctx))
 
     def _projection(self, ctx: ScoringContext) -> Tensor:
         if ctx.output_projection is None:
             raise ValueError(
-                "selection 'criticalkv' needs the layer's output projection, got None: pass an unquantised "
+                f"selection {self.name!r} needs the layer's output projection, got None: pass an unquantised "
                 "weight [hidden, Hq * dv], or choose a selection that does without, such as 'snapkv'"
             )
-        n_kv_heads, _, group, _ = ctx.weights.shape
+        n_kv_heads, _, group, _ = ctx.weights["window"].shape
         columns = n_kv_heads * group * ctx.values.shape[-1]
         if ctx.output_projection.ndim != 2 or ctx.output_projection.shape[1] != columns:
             raise ValueError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -21,15 +19,18 @@ class SnapKV(Scorer):
     softmax covers cached ancestors of the span too. A window query sees nothing behind itself.
     """
 
-    name: ClassVar[str] = "snapkv"
+    name = "snapkv"
+    queries = frozenset({"window"})
 
     def score(self, ctx: ScoringContext) -> Tensor:
         # The pool is linear, so the mean over the group may come first.
-        mean = ctx.weights.mean(dim=(1, 2))
+        mean = ctx.weights["window"].mean(dim=(1, 2))
         before = mean.shape[-1] - ctx.n_window
         if before <= 0:
             return mean
-        pooled = torch.nn.functional.avg_pool1d(
-            mean[:, :before], ctx.pool_kernel, stride=1, padding=ctx.pool_kernel // 2
-        )
-        return torch.cat((pooled, mean[:, before:]), dim=-1)
+        return torch.cat((pooled(mean[:, :before], ctx.pool_kernel), mean[:, before:]), dim=-1)
+
+
+def pooled(scores: Tensor, kernel: int) -> Tensor:
+    """[Hkv, n]: average pool along the tokens, of odd width, with zeros beyond both ends."""
+    return torch.nn.functional.avg_pool1d(scores, kernel, stride=1, padding=kernel // 2)

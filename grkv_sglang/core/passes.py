@@ -1,0 +1,209 @@
+"""Forward passes over as many tokens as the span has, for what a few probed queries cannot tell.
+
+A pass is cut into chunks that are independent of each other: the tokens of a chunk attend to the cached span
+(and what lies before it), a repeating chunk to its own earlier tokens too, and nothing is written. Its
+attention weights are reduced to a few numbers per KV head and token as it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grkv_sglang.core.attention import Partial, attend, group_rows, join
+from grkv_sglang.core.queries import stratum_midpoints
+from grkv_sglang.core.selection import PassStatistics
+
+_ROWS_AT_ONCE = 192
+"""Query rows whose weights exist at a time, [Hkv, rows, n]: few enough to stay in a CPU's cache."""
+
+N_FIRST = 4
+"""First tokens of a span, which are attention sinks where it starts the sequence."""
+
+CUE_TOKENS = 8
+"""A repeating chunk that is not the first is cued by so many tokens before it."""
+
+
+@dataclass(frozen=True)
+class PassChunk:
+    """Tokens of one forward pass.
+
+    Attributes:
+        token_ids: q tokens.
+        first_position: of the first token, relative to the span's start; the others follow.
+        n_prompt: the first so many tokens only set the task, their attention does not count.
+        sampled: which tokens' queries are kept for the regression.
+        own_keys: the tokens attend to each other, causally, behind the cached ones; otherwise they are tokens
+            of the span, and attend to what is cached up to their own positions.
+        attended: ranges of the span's tokens that are attended to, ascending and disjoint; None for all.
+    """
+
+    token_ids: tuple[int, ...]
+    first_position: int
+    n_prompt: int
+    sampled: tuple[int, ...]
+    own_keys: bool
+    attended: tuple[tuple[int, int], ...] | None = None
+
+
+def span_chunks(token_ids: Sequence[int], *, chunk_tokens: int) -> list[PassChunk]:
+    """The span's own tokens [n], once more, at most `chunk_tokens` at a time.
+
+    Raises:
+        ValueError: `chunk_tokens` is less than 1.
+    """
+    _check_chunk(chunk_tokens)
+    return [
+        PassChunk(tuple(token_ids[start : start + chunk_tokens]), start, 0, (), own_keys=False)
+        for start in range(0, len(token_ids), chunk_tokens)
+    ]
+
+
+def question_chunks(questions: Sequence[int], *, n_tokens: int) -> list[PassChunk]:
+    """Requests as they may follow a span of `n_tokens` tokens; every token counts and keeps its query."""
+    return [PassChunk(tuple(questions), n_tokens, 0, tuple(range(len(questions))), own_keys=True)]
+
+
+def repetition_chunks(
+    token_ids: Sequence[int],
+    *,
+    first: Sequence[int],
+    cue: Sequence[int],
+    answer: Sequence[int],
+    chunk_tokens: int,
+    n_sampled: int,
+    reach_tokens: int | None = None,
+) -> list[PassChunk]:
+    """The model repeats the span [n] chunk by chunk, behind it.
+
+    Source: KVzip, arXiv 2505.23416, whose prompts name the start of every chunk but the first.
+
+    Args:
+        token_ids: the span.
+        first: what asks for the first chunk, "Repeat the previous context exactly.".
+        cue: what asks for another one, followed by the `CUE_TOKENS` tokens before it.
+        answer: what the reply starts with: the chat template's change of turns.
+        chunk_tokens: most repeated tokens per chunk.
+        n_sampled: number of queries to keep of the whole repetition, evenly spaced.
+        reach_tokens: a chunk attends to the span's first `N_FIRST` tokens, to the part that it repeats and to
+            so many tokens on either side; None: to the whole span. In a long span most of the cost of a full
+            repetition is attention to what is not being repeated.
+
+    Raises:
+        ValueError: `chunk_tokens` is less than 1.
+    """
+    _check_chunk(chunk_tokens)
+    wanted = stratum_midpoints(len(token_ids), n_sampled)
+    chunks = []
+    for start in range(0, len(token_ids), chunk_tokens):
+        repeated = token_ids[start : start + chunk_tokens]
+        asked = (*cue, *token_ids[max(0, start - CUE_TOKENS) : start]) if start else tuple(first)
+        prompt = (*asked, *answer)
+        sampled = tuple(len(prompt) + i - start for i in wanted if start <= i < start + len(repeated))
+        attended = None
+        if reach_tokens is not None:
+            low, high = start - reach_tokens, start + len(repeated) + reach_tokens
+            attended = _ranges(low, high, len(token_ids))
+        chunks.append(PassChunk((*prompt, *repeated), len(token_ids), len(prompt), sampled, True, attended))
+    return chunks
+
+
+def _ranges(low: int, high: int, n_tokens: int) -> tuple[tuple[int, int], ...]:
+    """The span's first tokens, and ``[low, high)`` as far as it lies in the span."""
+    low, high = max(low, 0), min(high, n_tokens)
+    return ((0, high),) if low <= N_FIRST else ((0, N_FIRST), (low, high))
+
+
+def _check_chunk(chunk_tokens: int) -> None:
+    if chunk_tokens < 1:
+        raise ValueError(f"expected chunk_tokens >= 1, got {chunk_tokens}")
+
+
+class PassResults:
+    """What the chunks of one pass have left so far, layer by layer."""
+
+    def __init__(self) -> None:
+        self._statistics: dict[int, PassStatistics] = {}
+        self._queries: dict[int, list[Tensor]] = {}
+
+    def statistics(self, layer: int) -> PassStatistics:
+        """Of all chunks so far."""
+        return self._statistics[layer]
+
+    def queries(self, layer: int, count: int) -> Tensor:
+        """[count, Hq, d], evenly spaced among the sampled queries of all chunks so far; all if there are
+        fewer."""
+        found = torch.cat(self._queries[layer])
+        return found[stratum_midpoints(len(found), count)] if len(found) > count else found
+
+    def attend(
+        self,
+        layer: int,
+        chunk: PassChunk,
+        *,
+        queries: Tensor,
+        own_keys: Tensor,
+        own_values: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        ancestors: tuple[Tensor, Tensor] | None,
+        scale: float,
+    ) -> Tensor:
+        """Attention of a chunk in one layer; counts its weights over the span.
+
+        Args:
+            layer: which.
+            chunk: its tokens.
+            queries: [q, Hq, d] post-RoPE; `own_keys` [q, Hkv, d] and `own_values` [q, Hkv, dv] of the same
+                tokens. Any float dtype, as all tensors.
+            keys, values: [n, Hkv, ...] of the span.
+            ancestors: [p, Hkv, ...] keys and values before the span; all visible.
+            scale: factor on the logits.
+
+        Returns:
+            [q, Hq, dv] float32.
+        """
+        n_queries, n_heads, _ = queries.shape
+        n_tokens, n_kv_heads, dv = values.shape
+        group = n_heads // n_kv_heads
+        rows = group_rows(queries.float(), n_kv_heads)
+        keys, values, own_keys, own_values = (
+            tensor.transpose(0, 1).float() for tensor in (keys, values, own_keys, own_values)
+        )
+        own = torch.arange(n_queries, device=rows.device)
+        beside: Partial | None = None
+        if chunk.own_keys:
+            beside = attend(rows, own_keys, own_values, scale=scale, visible=own <= own[:, None])
+        if ancestors is not None:
+            before = attend(rows, *(t.transpose(0, 1).float() for t in ancestors), scale=scale)
+            beside = before if beside is None else join(before, beside)
+        token = torch.arange(n_tokens, device=rows.device)
+        if chunk.attended is not None:
+            token = torch.cat([token[low:high] for low, high in chunk.attended])
+            keys, values = (
+                torch.cat([tensor[:, low:high] for low, high in chunk.attended], dim=1)
+                for tensor in (keys, values)
+            )
+        output = rows.new_empty(n_kv_heads, len(own) * group, dv)
+        if layer not in self._statistics:
+            self._statistics[layer] = PassStatistics.nothing(n_kv_heads, n_tokens, rows.device)
+        step = max(1, _ROWS_AT_ONCE // group)
+        for first in range(0, n_queries, step):
+            some = slice(first * group, min(first + step, n_queries) * group)
+            visible = None
+            if not chunk.own_keys:
+                visible = token <= chunk.first_position + own[first : first + step, None]
+            attention = attend(
+                rows[:, some], keys, values, scale=scale, visible=visible,
+                beside=None if beside is None else Partial(beside.output[:, some], beside.lse[:, some]),
+            )  # fmt: skip
+            output[:, some] = attention.output
+            counting = attention.weights[:, max(0, chunk.n_prompt - first) * group :]
+            if counting.shape[1]:
+                self._statistics[layer].count(counting, group, chunk.attended)
+        self._queries.setdefault(layer, []).append(queries[list(chunk.sampled)].clone())
+        by_token = output.view(n_kv_heads, n_queries, group, dv).transpose(0, 1)
+        return by_token.reshape(n_queries, n_heads, dv)
