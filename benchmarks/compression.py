@@ -1,7 +1,7 @@
 """What one compression costs without an engine: selection and regression, by profile and size.
 
-Random keys, values and queries of a model's shape; the time does not depend on what they hold. The probe
-forward is not part of it (`grkv demo` measures the whole, against the cold prefill). Sizes are interleaved,
+Random keys, values and queries of a model's shape; the time does not depend on what they hold. The forward passes
+(probe, requests, repetition) are not part of it: `grkv demo` measures the whole, against the cold prefill. Sizes are interleaved,
 so that drift of the machine falls on all of them alike; medians are reported.
 """
 
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from grkv_sglang.core import (
     LayerInputs,
+    PassStatistics,
     RotaryTable,
     compress_layer,
     get_profile,
@@ -72,6 +73,13 @@ def measure(profile_name: str, tokens: int, budget: float, shape: Shape, seed: i
         ancestor_keys=None,
         ancestor_values=None,
         output_projection=draw(shape.hidden, heads * shape.head_dim),
+        passes={
+            kind: PassStatistics(*(draw(shape.kv_heads, tokens).square() for _ in range(3)))
+            for kind in profile.passes
+        },
+        pass_queries={
+            kind: 2 * draw(count, heads, shape.head_dim) for kind, count in profile.fitted_of_passes.items()
+        },
     )
     with torch.no_grad():
         result = compress_layer(
@@ -86,7 +94,7 @@ def measure(profile_name: str, tokens: int, budget: float, shape: Shape, seed: i
 
 
 def main(
-    profiles: Annotated[str, typer.Option(help="Comma-separated.")] = "default,paper,release,copy",
+    profiles: Annotated[str, typer.Option(help="Comma-separated.")] = "default,best,paper,release,copy",
     tokens: Annotated[str, typer.Option(help="Span lengths, comma-separated.")] = "1536,4096,8000",
     budget: Annotated[float, typer.Option(help="Kept share.")] = 0.1,
     repetitions: Annotated[int, typer.Option(help="Measurements of each, after one warm-up.")] = 10,

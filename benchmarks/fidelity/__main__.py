@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,10 +25,11 @@ from transformers import AutoTokenizer
 
 from benchmarks.fidelity.cases import Case, build_cases
 from benchmarks.fidelity.host import Host
-from benchmarks.fidelity.methods import PeerMethod, parse_methods
+from benchmarks.fidelity.methods import Method, PeerMethod, parse_methods
 from benchmarks.fidelity.report import markdown_table, plot, rich_table, summarise
 from benchmarks.fidelity.run import Row, as_dict, case_id, from_dict, measure_case
 from benchmarks.fidelity.served import ServedHost, measure_case_served, served_host
+from benchmarks.peers import export_selections
 from grkv_sglang.model import ensure_model
 
 console = Console()
@@ -37,8 +39,7 @@ def main(
     texts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder of .txt and source files; repeatable. Default: the shipped books and Python's "
-            "standard library."
+            help="Folder of .txt and source files; repeatable. Default: Python's standard library (code only)."
         ),
     ] = None,
     context: Annotated[str, typer.Option(help="Tokens of the span; several separated by commas.")] = "2048",
@@ -69,113 +70,145 @@ def main(
     ] = False,
 ) -> None:
     """Measure methods on excerpts of real text and code, against the full cache."""
+    options = Options(
+        texts=texts or default_texts(), contexts=[int(length) for length in context.split(",")],
+        continuation=continuation, documents=documents, filler=filler, questions=questions,
+        answer_tokens=answer_tokens, facts=facts, seed=seed, model=model or ensure_model(), device=device,
+        dtype=dtype, out=out, peer_folder=peer_folder, served=served,
+    )  # fmt: skip
     shares = [float(budget) for budget in budgets.split(",")]
-    folders = texts or default_texts()
-    model_dir = model or ensure_model()
-    if peer_folder is None:
-        peer_folder = (out.parent if out else Path.cwd()) / "kvpress-selections"
-    chosen = parse_methods(methods, peer_folder)
-    settings: dict[str, Any] = {
-        "model": model_dir.name, "texts": [folder.name for folder in folders], "continuation": continuation,
-        "documents": documents, "filler": filler, "questions": questions, "answer_tokens": answer_tokens,
-        "facts": facts, "seed": seed, "dtype": dtype, "served": served,
-    }  # fmt: skip
-    rows = load_rows(out, settings)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    runs = [(m, b) for m in parse_methods(methods, options.selections) for b in shares]
+    rows = benchmark(options, runs)
+    wanted = {(method.name, budget) for method, budget in runs}
+    summaries = summarise([row for row in rows if (row.method, row.budget) in wanted])
+    title = f"{options.model.name}, context {context}, {documents} documents"
+    console.print(rich_table(summaries, title))
+    if out is not None:
+        out.with_suffix(".md").write_text(markdown_table(summaries), encoding="utf-8")
+        plot(summaries, out.with_suffix(".png"), title)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `main` says, checked; the fields are its options."""
+
+    texts: list[Path]
+    contexts: list[int]
+    continuation: int
+    documents: int
+    filler: int
+    questions: int
+    answer_tokens: int
+    facts: int
+    seed: int
+    model: Path
+    device: str
+    dtype: str
+    out: Path | None
+    peer_folder: Path | None
+    served: bool
+
+    @property
+    def selections(self) -> Path:
+        """Where kvpress's selections are kept."""
+        return self.peer_folder or (self.out.parent if self.out else Path.cwd()) / "kvpress-selections"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the numbers, besides methods and budgets."""
+        names = ("continuation", "documents", "filler", "questions", "answer_tokens", "facts", "seed", "dtype",
+                 "served")  # fmt: skip
+        return {
+            "model": self.model.name,
+            "texts": [folder.name for folder in self.texts],
+            **{name: getattr(self, name) for name in names},
+        }
+
+
+def benchmark(
+    options: Options,
+    runs: Sequence[tuple[Method, float]],
+    filler_runs: Sequence[tuple[Method, float]] | None = None,
+) -> list[Row]:
+    """Measure every method at its budget on every case; rows that are in the file already stay.
+
+    `filler_runs` replaces `runs` on documents of filler.
+    """
+    rows = load_rows(options.out, options.settings)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
     cases = [
         case
-        for length in context.split(",")
+        for length in options.contexts
         for case in build_cases(
-            folders, tokenizer, documents=documents, filler_documents=filler,
-            context_tokens=int(length), continuation_tokens=continuation, n_questions=questions,
-            facts_per_document=facts, seed=seed,
+            options.texts, tokenizer, documents=options.documents, filler_documents=options.filler,
+            context_tokens=length, continuation_tokens=options.continuation, n_questions=options.questions,
+            facts_per_document=options.facts, seed=options.seed,
         )
     ]  # fmt: skip
-    export_peers(
-        cases, [m for m in chosen if isinstance(m, PeerMethod)], model_dir, shares, peer_folder, dtype
-    )
+    export_peers([case for case in cases if case.kind != "filler" or filler_runs is None], runs, options)
     done = {(row.case, row.context_tokens, row.method, row.budget) for row in rows}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:
-        host = stack.enter_context(_host(model_dir, served, device, dtype, cases))
+        host = stack.enter_context(_host(options, cases))
         progress = stack.enter_context(Progress(*columns, console=console))
-        bar = progress.add_task("measuring", total=len(cases) * len(chosen) * len(shares))
+        bar = progress.add_task("measuring", total=len(cases) * len(runs))
         for case in cases:
-            progress.update(bar, description=f"{case.name} ({len(case.context)} tokens)")
-            missing = [
-                method
-                for method in chosen
-                if any((case.name, len(case.context), method.name, b) not in done for b in shares)
-            ]
-            progress.advance(bar, (len(chosen) - len(missing)) * len(shares))
+            length = len(case.context)
+            progress.update(bar, description=f"{case.name} ({length} tokens)")
+            wanted = runs if filler_runs is None or case.kind != "filler" else filler_runs
+            missing = [(m, b) for m, b in wanted if (case.name, length, m.name, b) not in done]
+            progress.advance(bar, len(wanted) - len(missing))
             if not missing:
                 continue
             if isinstance(host, ServedHost):
                 rows += measure_case_served(
-                    host, case, [method.name for method in missing], shares,
-                    answer_tokens=answer_tokens, on_row=lambda: progress.advance(bar),
+                    host, case, [(m.name, b) for m, b in missing],
+                    answer_tokens=options.answer_tokens, on_row=lambda: progress.advance(bar),
                 )  # fmt: skip
             else:
                 rows += measure_case(
-                    host, case, missing, shares, answer_tokens=answer_tokens,
-                    on_row=lambda: progress.advance(bar),
+                    host, case, missing,
+                    answer_tokens=options.answer_tokens, on_row=lambda: progress.advance(bar),
                 )  # fmt: skip
-            save(out, settings, rows)
-    wanted = {(method.name, budget) for method in chosen for budget in shares}
-    summaries = summarise([row for row in rows if (row.method, row.budget) in wanted])
-    console.print(rich_table(summaries, f"{model_dir.name}, context {context}, {documents} documents"))
-    if out is not None:
-        out.with_suffix(".md").write_text(markdown_table(summaries), encoding="utf-8")
-        plot(
-            summaries, out.with_suffix(".png"), f"{model_dir.name}, context {context}, {documents} documents"
-        )
+            save(options.out, options.settings, rows)
+    return rows
 
 
 @contextmanager
-def _host(
-    model_dir: Path, served: bool, device: str, dtype: str, cases: list[Case]
-) -> Iterator[Host | ServedHost]:
-    if served:
+def _host(options: Options, cases: list[Case]) -> Iterator[Host | ServedHost]:
+    if options.served:
         longest = max(len(case.context) for case in cases)
-        with served_host(model_dir, device=device, dtype=dtype, context_tokens=longest) as host:
+        with served_host(
+            options.model, device=options.device, dtype=options.dtype, context_tokens=longest
+        ) as host:
             yield host
     else:
-        yield Host(model_dir, device=device, dtype=getattr(torch, dtype))
+        yield Host(options.model, device=options.device, dtype=getattr(torch, options.dtype))
 
 
 def default_texts() -> list[Path]:
-    """The books that ship with the demo, and the running Python's standard library."""
-    import grkv_sglang.demo
-
-    return [Path(grkv_sglang.demo.__file__).parent / "texts", Path(sysconfig.get_path("stdlib"))]
+    """The running Python's standard library: code, which is there everywhere. Give `--texts` for prose."""
+    return [Path(sysconfig.get_path("stdlib"))]
 
 
-def export_peers(
-    cases: list[Case],
-    peers: list[PeerMethod],
-    model_dir: Path,
-    budgets: list[float],
-    folder: Path,
-    dtype: str,
-) -> None:
+def export_peers(cases: list[Case], runs: Sequence[tuple[Method, float]], options: Options) -> None:
     """Have kvpress choose its tokens, in an environment of its own."""
+    peers = {method.peer: None for method, _ in runs if isinstance(method, PeerMethod)}
     if not peers:
         return
-    from benchmarks.peers import export_selections
-
     export_selections(
         {case_id(case): case.context for case in cases},
-        model=model_dir,
-        budgets=budgets,
-        methods=[peer.peer for peer in peers],
-        out_dir=folder,
-        dtype=dtype,
+        model=options.model,
+        budgets=sorted({budget for method, budget in runs if isinstance(method, PeerMethod)}),
+        methods=list(peers),
+        out_dir=options.selections,
+        dtype=options.dtype,
         console=console,
     )
 
 
-def load_rows(path: Path | None, settings: dict[str, Any]) -> list[Row]:
-    """What an earlier run of the same settings left.
+def load_rows(path: Path | None, settings: dict[str, Any] | None) -> list[Row]:
+    """What an earlier run of the same settings left; None for any settings.
 
     Raises:
         typer.BadParameter: the file holds another run.
@@ -183,7 +216,7 @@ def load_rows(path: Path | None, settings: dict[str, Any]) -> list[Row]:
     if path is None or not path.is_file():
         return []
     found = json.loads(path.read_text(encoding="utf-8"))
-    if found["settings"] != settings:
+    if settings is not None and found["settings"] != settings:
         raise typer.BadParameter(f"{path} holds a run of other settings: {found['settings']}")
     return [from_dict(row) for row in found["rows"]]
 

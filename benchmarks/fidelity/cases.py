@@ -191,7 +191,10 @@ def _document_case(
         raise ValueError(f"expected {path} to hold {wanted + continuation_tokens} tokens behind {start}")
     excerpt = chat._tokenizer.decode(document)
     questions = prose_questions(excerpt, rng) if kind == "prose" else code_questions(excerpt, rng)
-    depths = [excerpt.find(sentence.strip()) / len(excerpt) for sentence, _ in facts]
+    places = [excerpt.find(sentence.strip()) for sentence, _ in facts]
+    if -1 in places:
+        raise ValueError(f"expected a context that holds {n_facts} facts, got one of {context_tokens} tokens")
+    depths = [place / len(excerpt) for place in places]
     return Case(
         name=f"{path.name}@{start}",
         kind=kind,
@@ -232,6 +235,11 @@ def _filler_case(name: str, chat: Chat, rng: random.Random, context_tokens: int)
     planted = [chat.encode(sentence.replace("\n\n", " ")) for sentence, _ in facts]
     filler = chat.encode(_FILLER)
     n_units = (wanted - sum(map(len, planted))) // len(filler)
+    if n_units < len(planted):
+        raise ValueError(
+            f"expected a context that holds {len(planted)} facts between filler, got one of "
+            f"{context_tokens} tokens"
+        )
     units = [list(filler) for _ in range(n_units)]
     depths = []
     for index, ids in enumerate(planted):
@@ -255,7 +263,7 @@ def prose_questions(text: str, rng: random.Random) -> list[str]:
     """Six questions about a piece of prose: general ones, and some about drawn words of it."""
     sentences = [s.strip() for s in re.split(r"(?<=[.!?])\s+", text) if 40 <= len(s.strip()) <= 240]
     sentences = [s for s in sentences if _PLANTED not in s]
-    phrases = [" ".join(s.split()[:7]) for s in rng.sample(sentences, 3)]
+    phrases = [" ".join(s.split()[:7]) for s in _drawn(rng, sentences, 3, "sentences")]
     names = sorted(set(re.findall(r"(?<=[a-z,;] )[A-Z][a-z]{3,}", text))) or ["the narrator"]
     name = rng.choice(names)
     return [
@@ -274,7 +282,7 @@ def code_questions(text: str, rng: random.Random) -> list[str]:
     lines = [line.strip() for line in text.splitlines() if 15 <= len(line.strip()) <= 80]
     lines = [line for line in lines if _PLANTED not in line]
     first, second = rng.choice(names), rng.choice(names)
-    after, also = rng.sample(lines, 2)
+    after, also = _drawn(rng, lines, 2, "lines")
     return [
         "What does this code do? Answer in two sentences.",
         f"What does `{first}` do?",
@@ -283,3 +291,9 @@ def code_questions(text: str, rng: random.Random) -> list[str]:
         "Which functions and classes are defined here?",
         f"Explain this line: `{also}`",
     ]
+
+
+def _drawn(rng: random.Random, found: Sequence[str], count: int, what: str) -> list[str]:
+    if len(found) < count:
+        raise ValueError(f"expected text of at least {count} {what} to ask about, found {len(found)}")
+    return rng.sample(found, count)

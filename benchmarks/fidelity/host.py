@@ -155,11 +155,12 @@ class Host:
         kind: PassKind,
         *,
         chunk_tokens: int = 256,
-        n_sampled: int = 128,
         reach_tokens: int | None = 256,
     ) -> None:
-        """Do a pass over the prefix unless it was done with the same reach."""
-        if prefix.passes.get(kind) is not None and prefix.reach_tokens.get(kind, None) == reach_tokens:
+        """Do a pass over the prefix unless it was done, a repetition with the same reach."""
+        if kind != "repetition":
+            reach_tokens = None
+        if kind in prefix.passes and prefix.reach_tokens[kind] == reach_tokens:
             return
         prefix.reach_tokens[kind] = reach_tokens
         started = time.perf_counter()
@@ -168,7 +169,6 @@ class Host:
             prefix.token_ids,
             self._prompts,
             chunk_tokens=chunk_tokens,
-            n_sampled=n_sampled,
             reach_tokens=reach_tokens,
         )
         state = _Pass(prefix)

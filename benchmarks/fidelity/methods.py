@@ -61,7 +61,7 @@ class ProfileMethod:
 
     @property
     def extra_prefill(self) -> bool:
-        return bool(self.profile.passes)
+        return self.profile.extra_prefills > 0
 
     def compress(self, host: Host, prefix: Prefix, case_id: str, budget: float, n_slots: int) -> Compressed:
         return host.compress(prefix, self.profile, n_slots)
@@ -163,6 +163,8 @@ def _parse(name: str, peer_folder: Path | None) -> Method:
     base, bracket, settings = name.partition("[")
     profile = _profile(base)
     if bracket:
+        if not settings.endswith("]"):
+            raise ValueError(f"expected settings such as 'default[steps=2;cap_k=none]', got {name!r}")
         profile = _with_settings(profile, settings.removesuffix("]"))
     return ProfileMethod(name, replace(profile, name=name))
 
@@ -192,7 +194,10 @@ def _with_settings(profile: Profile, text: str) -> Profile:
         if key not in known:
             raise ValueError(f"expected a setting out of {', '.join(known)}, got {key!r}")
         changes[key] = _value(raw)
-    return replace(profile, **changes)
+    try:
+        return replace(profile, **changes)
+    except TypeError as error:
+        raise ValueError(f"expected settings of the right types, got {text!r}: {error}") from error
 
 
 def _value(raw: str) -> Any:

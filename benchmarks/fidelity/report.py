@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -45,23 +46,25 @@ def values_by_case(
 
 
 def paired_ratio(first: dict[tuple[str, int], float], second: dict[tuple[str, int], float]) -> Ratio:
-    """`mean(first) / mean(second)` over the documents that both have.
+    """`mean(first) / mean(second)` over the documents that both have, a NaN being none.
 
     Raises:
         ValueError: they share no document.
     """
-    shared = sorted(set(first) & set(second))
+    shared = sorted(
+        key for key in set(first) & set(second) if not (math.isnan(first[key]) or math.isnan(second[key]))
+    )
     if not shared:
         raise ValueError("expected two methods measured on common documents, got none")
+
+    def ratio(keys: Sequence[tuple[str, int]]) -> float:
+        bottom = sum(second[key] for key in keys)
+        return sum(first[key] for key in keys) / bottom if bottom else float("inf")
+
     rng = random.Random(0)
-    ratios = []
-    for _ in range(RESAMPLES):
-        drawn = rng.choices(shared, k=len(shared))
-        bottom = sum(second[key] for key in drawn)
-        ratios.append(sum(first[key] for key in drawn) / bottom if bottom else float("inf"))
-    ratios.sort()
+    ratios = sorted(ratio(rng.choices(shared, k=len(shared))) for _ in range(RESAMPLES))
     return Ratio(
-        sum(first[key] for key in shared) / sum(second[key] for key in shared),
+        ratio(shared),
         ratios[int(0.025 * RESAMPLES)],
         ratios[int(0.975 * RESAMPLES) - 1],
         len(shared),

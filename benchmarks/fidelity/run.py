@@ -106,54 +106,52 @@ def ask_full(host: Host, prefix: Prefix, case: Case, answer_tokens: int) -> Aske
 def measure_case(
     host: Host,
     case: Case,
-    methods: Sequence[Method],
-    budgets: Sequence[float],
+    runs: Sequence[tuple[Method, float]],
     *,
     answer_tokens: int,
     on_row: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """All rows of one case. `on_row` is called after each method and budget, for progress."""
+    """All rows of one case: methods, each at a budget. `on_row` is called after each, for progress."""
     prefix = host.prefill(case.context)
     asked = ask_full(host, prefix, case, answer_tokens)
     rows: list[Row] = []
-    for method in methods:
-        for budget in budgets:
-            n_slots = slots_for_budget(prefix.n_tokens, share=budget, tokens=None)
-            compressed = method.compress(host, prefix, case_id(case), budget, n_slots)
-            found = host.log_probs(compressed, asked.sequences, asked.first)
-            for name in sorted(set(asked.measure)):
-                members = [i for i, m in enumerate(asked.measure) if m == name]
-                parts = [deviation(asked.log_probs[i], found[i], asked.came(i)) for i in members]
-                kl = torch.cat([part.kl for part in parts])
-                exact = exact_full = float("nan")
-                if name == "needles":
-                    exact, exact_full = (
-                        sum(exact_match(table[i], asked.came(i)) for i in members) / len(members)
-                        for table in (found, asked.log_probs)
-                    )
-                rows.append(
-                    Row(
-                        case=case.name,
-                        kind=case.kind,
-                        context_tokens=prefix.n_tokens,
-                        method=method.name,
-                        budget=budget,
-                        slots=n_slots,
-                        measure=name,
-                        tokens=len(kl),
-                        kl=float(kl.mean()),
-                        kl_p90=float(kl.quantile(0.9)),
-                        top1=float(torch.cat([part.top1 for part in parts]).mean()),
-                        nll_increase=float(torch.cat([part.nll_increase for part in parts]).mean()),
-                        exact=exact,
-                        exact_full=exact_full,
-                        attention_error=compressed.error_after,
-                        prefill_s=prefix.prefill_s,
-                        compress_s=compressed.select_s + compressed.regress_s,
-                        pass_s=compressed.pass_s,
-                    )
+    for method, budget in runs:
+        n_slots = slots_for_budget(prefix.n_tokens, share=budget, tokens=None)
+        compressed = method.compress(host, prefix, case_id(case), budget, n_slots)
+        found = host.log_probs(compressed, asked.sequences, asked.first)
+        for name in sorted(set(asked.measure)):
+            members = [i for i, m in enumerate(asked.measure) if m == name]
+            parts = [deviation(asked.log_probs[i], found[i], asked.came(i)) for i in members]
+            kl = torch.cat([part.kl for part in parts])
+            exact = exact_full = float("nan")
+            if name == "needles":
+                exact, exact_full = (
+                    sum(exact_match(table[i], asked.came(i)) for i in members) / len(members)
+                    for table in (found, asked.log_probs)
                 )
-            on_row()
+            rows.append(
+                Row(
+                    case=case.name,
+                    kind=case.kind,
+                    context_tokens=prefix.n_tokens,
+                    method=method.name,
+                    budget=budget,
+                    slots=n_slots,
+                    measure=name,
+                    tokens=len(kl),
+                    kl=float(kl.mean()),
+                    kl_p90=float(kl.quantile(0.9)),
+                    top1=float(torch.cat([part.top1 for part in parts]).mean()),
+                    nll_increase=float(torch.cat([part.nll_increase for part in parts]).mean()),
+                    exact=exact,
+                    exact_full=exact_full,
+                    attention_error=compressed.error_after,
+                    prefill_s=prefix.prefill_s,
+                    compress_s=compressed.select_s + compressed.regress_s,
+                    pass_s=compressed.pass_s,
+                )
+            )
+        on_row()
     return rows
 
 

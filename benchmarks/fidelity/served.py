@@ -131,18 +131,17 @@ def served_host(model_dir: Path, *, device: str, dtype: str, context_tokens: int
 def measure_case_served(
     host: ServedHost,
     case: Case,
-    profiles: Sequence[str],
-    budgets: Sequence[float],
+    runs: Sequence[tuple[str, float]],
     *,
     answer_tokens: int,
     on_row: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """All rows of one case; fields that the engine does not tell are NaN.
+    """All rows of one case: profiles, each at a budget. Fields that the engine does not tell are NaN.
 
     Raises:
         ValueError: a method is no profile of the server.
     """
-    unknown = [name for name in profiles if name not in profile_names()]
+    unknown = [name for name, _ in runs if name not in profile_names()]
     if unknown:
         raise ValueError(f"expected profiles ({', '.join(profile_names())}) for a server, got {unknown}")
     exact: dict[str, Any] = {"mode": "exact"}
@@ -157,16 +156,15 @@ def measure_case_served(
     asked += [("needles", [*suffix, *value], len(suffix)) for suffix, value in case.facts]
     full = [host.read(case.context, tokens, first, salt, exact) for _, tokens, first in asked]
     rows: list[Row] = []
-    for profile in profiles:
-        for budget in budgets:
-            own_salt = f"{salt}/{profile}/{budget}"
-            span = host.compress(case.context, own_salt, profile, budget)
-            options = {"mode": "prefer_compressed", "budget": budget}
-            found = [host.read(case.context, tokens, first, own_salt, options) for _, tokens, first in asked]
-            for measure in sorted({name for name, _, _ in asked}):
-                members = [i for i, (name, _, _) in enumerate(asked) if name == measure]
-                rows.append(_row(case, profile, budget, measure, span, members, asked, full, found))
-            on_row()
+    for profile, budget in runs:
+        own_salt = f"{salt}/{profile}/{budget}"
+        span = host.compress(case.context, own_salt, profile, budget)
+        options = {"mode": "prefer_compressed", "budget": budget}
+        found = [host.read(case.context, tokens, first, own_salt, options) for _, tokens, first in asked]
+        for measure in sorted({name for name, _, _ in asked}):
+            members = [i for i, (name, _, _) in enumerate(asked) if name == measure]
+            rows.append(_row(case, profile, budget, measure, span, members, asked, full, found))
+        on_row()
     host.flush()
     return rows
 

@@ -1,7 +1,8 @@
 """Scores of tasks with right answers, on compressed contexts: ``python -m benchmarks.tasks``.
 
-A context is compressed once, before any question is known; then its questions are asked one after the other in one
-conversation, in several orders: a cache that serves only the first question shows as a difference between positions.
+A context is compressed once, before any question is known; then its questions are asked one after the other in
+one conversation, in several orders: a cache that serves only the first question shows as a difference between
+positions.
 Tasks are generated offline (RULER's kinds), or read from LongBench, RULER and SCBench.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,7 +61,7 @@ def main(
     dataset: Annotated[
         list[str] | None,
         typer.Option(
-            help="longbench:SUBSET=PATH, ruler:TASK=PATH or scbench:SUBSET=PATH; PATH is a file, a "
+            help="longbench:SUBSET=PATH, ruler:TASK=PATH or scbench:SUBSET=PATH; PATH is a file, "
             "folder or a hub repository; repeatable."
         ),
     ] = None,
@@ -101,10 +103,7 @@ def main(
             cache = _cache(host, prefix, method, budget, task.id)
             conversation = Conversation(host, chat, cache)
             found[_title(method, budget)] += evaluate(
-                [task],
-                lambda _, questions, c=conversation: c.ask(questions),
-                orders=orders,
-                seed=seed,  # type: ignore[misc]
+                [task], partial(_answer, conversation), orders=orders, seed=seed
             )
     tables = {title: aggregate(scored) for title, scored in found.items()}
     console.print(comparison(tables))
@@ -121,6 +120,10 @@ def main(
             + "\n"
         )  # fmt: skip
         out.with_suffix(".md").write_text(markdown(tables), encoding="utf-8")
+
+
+def _answer(conversation: Conversation, task: Task, questions: list[Question]) -> list[str]:
+    return conversation.ask(questions)
 
 
 def comparison(tables: dict[str, list[Row]]) -> Table:

@@ -207,23 +207,24 @@ class Compressor:
         tokens = [*source.merged_token_ids, *source.token_ids]
         if "span" in profile.passes and source.merged_slots.numel():
             raise CompressionError("unsupported", "merged spans hold no tokens for a pass over the span")
-        if not profile.passes or self._prompts is None:
-            return
-        room = self._runner.model_config.context_len - source.end_tokens - longest_prompt(self._prompts)
-        least = CUE_TOKENS if "repetition" in profile.passes else 0
-        if room < least:
-            raise CompressionError(
-                "no_positions",
-                f"profile {profile.name!r} puts requests behind the prefix: {least - room} positions of the "
-                "model's are missing",
-            )
+        repeated_tokens = CHUNK_TOKENS
+        # The span's own tokens take no positions behind it, and no tokenizer.
+        if profile.passes - {"span"} and self._prompts is not None:
+            room = self._runner.model_config.context_len - source.end_tokens - longest_prompt(self._prompts)
+            least = CUE_TOKENS if "repetition" in profile.passes else 0
+            if room < least:
+                raise CompressionError(
+                    "no_positions",
+                    f"profile {profile.name!r} puts requests behind the prefix: {least - room} positions of "
+                    "the model's are missing",
+                )
+            repeated_tokens = min(CHUNK_TOKENS, room)
         for kind in sorted(profile.passes):
             for chunk in pass_chunks(
                 kind,
                 tokens,
                 self._prompts,
-                chunk_tokens=min(CHUNK_TOKENS, room) if kind == "repetition" else CHUNK_TOKENS,
-                n_sampled=profile.fit_repetition,
+                chunk_tokens=repeated_tokens if kind == "repetition" else CHUNK_TOKENS,
                 # The slots of merged spans stand for no tokens in particular: look at all of them.
                 reach_tokens=None if source.merged_slots.numel() else profile.repetition_reach_tokens,
             ):

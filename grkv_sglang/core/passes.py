@@ -114,7 +114,8 @@ def repetition_chunks(
 def _ranges(low: int, high: int, n_tokens: int) -> tuple[tuple[int, int], ...]:
     """The span's first tokens, and ``[low, high)`` as far as it lies in the span."""
     low, high = max(low, 0), min(high, n_tokens)
-    return ((0, high),) if low <= N_FIRST else ((0, N_FIRST), (low, high))
+    first = min(N_FIRST, n_tokens)
+    return ((0, max(first, high)),) if low <= first else ((0, first), (low, high))
 
 
 def _check_chunk(chunk_tokens: int) -> None:

@@ -190,9 +190,10 @@ _RELEASE = Profile(
     guard=True,
 )
 
-# No pass over the span: the window's queries and two short requests behind the span score and fit, so that hardly
-# anything else has to be computed. What each part adds is measured in docs/quality.md. The weights add up to about
-# `release`'s 6, which keeps its balance between loss and ridge; 4 iterations of the key step did as well as 16.
+# No pass over the span: the window's queries and two short requests behind the span score and fit, so that
+# hardly anything else has to be computed. What each part adds is measured in docs/quality.md. The weights add
+# up to about `release`'s 6, which keeps its balance between loss and ridge; 4 iterations of the key step did
+# as well as 16.
 _DEFAULT = Profile(
     name="default",
     scorer="question_mass~snapkv",
@@ -212,8 +213,8 @@ _DEFAULT = Profile(
 )
 
 # One repetition of the span more: about a prefill. Three ways to read it, because each finds tokens that the
-# others miss: the sum of the attention follows the text, the sum of its squares helps answers, its maximum finds
-# single facts.
+# others miss: the sum of the attention follows the text, the sum of its squares helps answers, its maximum
+# finds single facts.
 _BEST = Profile(
     name="best",
     scorer="repetition_mass~repetition_energy~kvzip~question_mass~snapkv",

@@ -69,14 +69,17 @@ class Problem:
     scale: float
     group: int = 1
 
+    @property
+    def n_queries(self) -> int:
+        """m."""
+        return self.queries.shape[1] // self.group
+
     def split(self, share: float) -> tuple[Problem, Problem]:
         """Two problems of disjoint queries, all heads of a query together: the second has every so many-th
-        query, `share` of them, and at least one."""
-        n_rows = self.queries.shape[1]
-        n_queries = n_rows // self.group
+        query, about `share` of them, and at least one. There must be two queries or more."""
         step = max(2, round(1 / share))
-        held = (torch.arange(n_queries, device=self.queries.device) % step) == step - 1
-        if n_queries > 1 and not held.any():
+        held = (torch.arange(self.n_queries, device=self.queries.device) % step) == step - 1
+        if not held.any():
             held[-1] = True
         return self._some(~held), self._some(held)
 
@@ -139,7 +142,7 @@ def regress(
     several rounds, the ridge inside a step counts from the round before.
 
     Args:
-        problem: queries and targets. With a `guard_share` some of the queries only judge.
+        problem: queries and targets. With a `guard_share` some of several queries only judge.
         keys: [H, c, d] selected keys, exactly representable in `storage_dtype`.
         values: [H, c, dv] selected values, likewise.
         n_free: the first this many tokens of every head may change, the others may not.
@@ -151,7 +154,7 @@ def regress(
         Free tokens are finite wherever the input was.
     """
     judge: Problem | None = None
-    if profile.guard and profile.guard_share:
+    if profile.guard and profile.guard_share and problem.n_queries > 1:
         problem, judge = problem.split(profile.guard_share)
     keys_0, values_0 = keys[:, :n_free], values[:, :n_free]
 

@@ -15,6 +15,8 @@ QUESTIONS = (
     (FIRST, ""),
 )
 """Generic requests and what their replies begin with. Few, because every token of them is computed."""
+SAMPLED_QUERIES = 128
+"""Queries that are kept of a repetition, for the regression to take some of."""
 _USER = "qzuserqz"
 
 
@@ -58,10 +60,9 @@ def pass_prompts(tokenizer: Any) -> PassPrompts:
 def pass_chunks(
     kind: PassKind,
     token_ids: Sequence[int],
-    prompts: PassPrompts,
+    prompts: PassPrompts | None,
     *,
     chunk_tokens: int,
-    n_sampled: int,
     reach_tokens: int | None,
 ) -> list[PassChunk]:
     """The forward passes of one kind over a span.
@@ -69,13 +70,17 @@ def pass_chunks(
     Args:
         kind: which.
         token_ids: the span's tokens.
-        prompts: of the model's tokenizer.
+        prompts: of the model's tokenizer; None will do for a pass over the span's own tokens.
         chunk_tokens: most tokens of the span per forward pass.
-        n_sampled: number of queries to keep of a repetition.
         reach_tokens: how far a repetition looks, see `repetition_chunks`.
+
+    Raises:
+        ValueError: `chunk_tokens` is less than 1, or the pass needs prompts.
     """
     if kind == "span":
         return span_chunks(token_ids, chunk_tokens=chunk_tokens)
+    if prompts is None:
+        raise ValueError(f"expected the prompts of pass {kind!r}, got None")
     if kind == "questions":
         return question_chunks(prompts.questions, n_tokens=len(token_ids))
     return repetition_chunks(
@@ -84,7 +89,8 @@ def pass_chunks(
         cue=prompts.repeat_cue,
         answer=prompts.answer,
         chunk_tokens=chunk_tokens,
-        n_sampled=n_sampled,
+        # No query twice.
+        n_sampled=min(SAMPLED_QUERIES, len(token_ids)),
         reach_tokens=reach_tokens,
     )
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -17,7 +17,7 @@ from grkv_sglang.core import (
     repetition_chunks,
     span_chunks,
 )
-from grkv_sglang.core.passes import CUE_TOKENS
+from grkv_sglang.core.passes import CUE_TOKENS, N_FIRST
 from grkv_sglang.core.selection import PassStatistics
 
 from .reference import random
@@ -25,10 +25,18 @@ from .reference import random
 FIRST, CUE, ANSWER = [901, 902, 903], [911, 912], [921]
 
 
-def repetition(n: int, chunk_tokens: int, n_sampled: int = 0) -> list[PassChunk]:
+def repetition(
+    n: int, chunk_tokens: int, n_sampled: int = 0, reach_tokens: int | None = None
+) -> list[PassChunk]:
     """Of a span whose token ids are its positions."""
     return repetition_chunks(
-        range(n), first=FIRST, cue=CUE, answer=ANSWER, chunk_tokens=chunk_tokens, n_sampled=n_sampled
+        range(n),
+        first=FIRST,
+        cue=CUE,
+        answer=ANSWER,
+        chunk_tokens=chunk_tokens,
+        n_sampled=n_sampled,
+        reach_tokens=reach_tokens,
     )
 
 
@@ -112,12 +120,43 @@ def test_chunks_cover_the_span_once(n: int, chunk_tokens: int, data: st.DataObje
     assert chosen == sampled_tokens(repetition(n, n, n_sampled))
 
 
-def test_questions_follow_the_span_one_by_one() -> None:
-    assert question_chunks([[5, 6, 7], [8]], n_tokens=40) == [
-        PassChunk((5, 6, 7), 40, 0, (0, 1, 2), own_keys=True),
-        PassChunk((8,), 40, 0, (0,), own_keys=True),
-    ]
-    assert question_chunks([], n_tokens=40) == []
+@pytest.mark.parametrize(
+    ("reach_tokens", "attended"),
+    [
+        (None, [None, None, None]),
+        (0, [((0, 10),), ((0, 4), (10, 20)), ((0, 4), (20, 25))]),
+        # The first tokens, and as far as there are tokens.
+        (3, [((0, 13),), ((0, 4), (7, 23)), ((0, 4), (17, 25))]),
+        (5, [((0, 15),), ((0, 4), (5, 25)), ((0, 4), (15, 25))]),
+        # What touches the first tokens is one range with them.
+        (6, [((0, 16),), ((0, 25),), ((0, 4), (14, 25))]),
+        (1000, [((0, 25),)] * 3),
+    ],
+)
+def test_what_a_repetition_looks_at(
+    reach_tokens: int | None, attended: list[tuple[tuple[int, int], ...] | None]
+) -> None:
+    chunks = repetition(25, 10, 3, reach_tokens)
+    assert [chunk.attended for chunk in chunks] == attended
+    # Nothing else depends on it.
+    assert [replace(chunk, attended=None) for chunk in chunks] == repetition(25, 10, 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(0, 70))
+def test_attended_ranges_are_the_first_tokens_and_the_neighbourhood(
+    n: int, chunk_tokens: int, reach_tokens: int
+) -> None:
+    for i, chunk in enumerate(repetition(n, chunk_tokens, 0, reach_tokens)):
+        assert chunk.attended is not None
+        seen = [at for low, high in chunk.attended for at in range(low, high)]
+        low, high = i * chunk_tokens - reach_tokens, (i + 1) * chunk_tokens + reach_tokens
+        assert seen == [s for s in range(n) if s < N_FIRST or low <= s < high]
+        assert all(low < high for low, high in chunk.attended)
+
+
+def test_questions_follow_the_span_in_one_chunk() -> None:
+    assert question_chunks([5, 6, 7], n_tokens=40) == [PassChunk((5, 6, 7), 40, 0, (0, 1, 2), own_keys=True)]
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, -1, -512])
@@ -209,6 +248,8 @@ def plain(chunk: PassChunk, span: Cached, own: Own) -> tuple[Tensor, Tensor]:
     keys, values = [span.keys], [span.values]
     i, s = torch.arange(q)[:, None], torch.arange(n)
     visible = [torch.ones(q, n, dtype=torch.bool) if chunk.own_keys else s <= chunk.first_position + i]
+    if chunk.attended is not None:
+        visible[0] = visible[0] & torch.tensor([any(a <= x < b for a, b in chunk.attended) for x in range(n)])
     p = 0
     if span.ancestors is not None:
         p = len(span.ancestors[0])
@@ -293,6 +334,47 @@ def test_attention_of_a_chunk_in_blocks_of_the_usual_size(group: int, own_keys: 
     expected, weights = plain(chunk, span, own)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     assert_same(results.statistics(0), counted(weights[:, q - 2 :], group))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("own_keys", [True, False])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("p", [0, 5])
+@pytest.mark.parametrize("attended", [((0, 31),), ((0, 4), (9, 17)), ((0, 4), (20, 31)), ((2, 3),)])
+def test_attention_over_ranges_of_the_span(
+    own_keys: bool, group: int, p: int, attended: tuple[tuple[int, int], ...]
+) -> None:
+    span, own = cached(31, group=group, p=p), own_tokens(14, group=group)
+    first_position = 31 if own_keys else 5
+    chunk = replace(
+        tokens(14, own_keys=own_keys, first_position=first_position, n_prompt=3), attended=attended
+    )
+    results = PassResults()
+    output = run(results, chunk, span, own)
+    expected, weights = plain(chunk, span, own)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+    assert_same(results.statistics(0), counted(weights[:, 3:], group))
+    left = torch.tensor([not any(a <= s < b for a, b in attended) for s in range(31)])
+    assert all((tensor[:, left] == 0).all() for tensor in vars(results.statistics(0)).values())
+    # What is not attended to does not matter, whatever it is.
+    other = replace(span, keys=span.keys.clone(), values=span.values.clone())
+    other.keys[left], other.values[left] = torch.nan, torch.nan
+    assert torch.equal(run(PassResults(), chunk, other, own), output)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_chunks_with_different_ranges_add_up() -> None:
+    n, group = 29, 3
+    span = cached(n, group=group, p=4)
+    chunks = [*repetition(n, 8, 0, 2), *repetition(n, 20, 0)]
+    owns = [own_tokens(len(chunk.token_ids), group=group, seed=10 * i) for i, chunk in enumerate(chunks)]
+    results, weights = PassResults(), []
+    for chunk, own in zip(chunks, owns, strict=True):
+        output = run(results, chunk, span, own)
+        expected, seen = plain(chunk, span, own)
+        torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+        weights.append(seen[:, chunk.n_prompt :])
+    assert_same(results.statistics(0), counted(torch.cat(weights, dim=1), group))
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -400,11 +482,14 @@ def test_attending_leaves_its_inputs_alone() -> None:
     results = PassResults()
     chunk = tokens(4, own_keys=True, first_position=9)
     run(results, chunk, span, single, dtype=torch.float32)
-    so_far = results.statistics(0)
-    kept = [tensor.clone() for tensor in vars(so_far).values()]
-    run(results, chunk, span, single, dtype=torch.float32)
     assert all(torch.equal(new, old) for new, old in zip(tensors, copies, strict=True))
-    assert all(torch.equal(new, old) for new, old in zip(vars(so_far).values(), kept, strict=True))
+    # The statistics are counted on in place.
+    so_far = results.statistics(0)
+    total, maximum = so_far.total.clone(), so_far.maximum.clone()
+    run(results, chunk, span, single, dtype=torch.float32)
+    assert results.statistics(0) is so_far
+    torch.testing.assert_close(so_far.total, 2 * total)
+    assert torch.equal(so_far.maximum, maximum)
 
 
 def test_statistics_by_hand() -> None:
@@ -412,11 +497,37 @@ def test_statistics_by_hand() -> None:
     weights = torch.tensor([[[0.5, 0.0], [0.25, 0.25], [0.0, 0.75], [1.0, 0.0]]])
     nothing = PassStatistics.nothing(1, 2, torch.device("cpu"))
     assert [tensor.tolist() for tensor in vars(nothing).values()] == [[[0.0, 0.0]]] * 3
-    left = nothing.with_weights(weights, 2)
+    left = nothing
+    left.count(weights.clone(), 2)
     assert left.total.tolist() == [[1.75 / 2, 1.0 / 2]]
     assert left.square.tolist() == [[pytest.approx(1.3125 / 2), pytest.approx(0.625 / 2)]]
     assert left.maximum.tolist() == [[1.0, 0.75]]
-    more = left.with_weights(torch.tensor([[[0.0, 1.0], [0.0, 0.5]]]), 2)
-    assert more.total.tolist() == [[1.75 / 2, 2.5 / 2]]
-    assert more.square.tolist() == [[pytest.approx(1.3125 / 2), pytest.approx(1.875 / 2)]]
-    assert more.maximum.tolist() == [[1.0, 1.0]]
+    left.count(torch.tensor([[[0.0, 1.0], [0.0, 0.5]]]), 2)
+    assert left.total.tolist() == [[1.75 / 2, 2.5 / 2]]
+    assert left.square.tolist() == [[pytest.approx(1.3125 / 2), pytest.approx(1.875 / 2)]]
+    assert left.maximum.tolist() == [[1.0, 1.0]]
+    # Only the last token: its range.
+    left.count(torch.tensor([[[0.5], [1.5]]]), 2, ((1, 2),))
+    assert left.total.tolist() == [[1.75 / 2, 4.5 / 2]]
+    assert left.maximum.tolist() == [[1.0, 1.5]]
+
+
+@pytest.mark.parametrize("attended", [((0, 9),), ((0, 2), (5, 9)), ((1, 2), (3, 4), (7, 8)), ((8, 9),)])
+def test_counting_ranges_is_counting_zeros_elsewhere(attended: tuple[tuple[int, int], ...]) -> None:
+    seen = torch.tensor([any(low <= s < high for low, high in attended) for s in range(9)])
+    ranges, zeros = (PassStatistics.nothing(2, 9, torch.device("cpu")) for _ in range(2))
+    for seed in (0, 1):
+        weights = random(2, 12, 9, seed=seed).softmax(-1).float() * seen
+        some = weights[:, :, seen].clone()
+        zeros.count(weights, 3)
+        ranges.count(some, 3, attended)
+    for name, tensor in vars(zeros).items():
+        torch.testing.assert_close(getattr(ranges, name), tensor, msg=name)
+
+
+def test_counting_overwrites_the_weights() -> None:
+    """As documented: squares in place are what makes it cheap."""
+    weights = random(2, 6, 5, seed=0).softmax(-1).float()
+    given = weights.clone()
+    PassStatistics.nothing(2, 5, torch.device("cpu")).count(given, 3)
+    assert not torch.equal(given, weights)

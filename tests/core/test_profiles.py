@@ -9,7 +9,7 @@ from grkv_sglang.core import get_profile, profile_names
 
 
 def test_built_ins_are_found_by_their_own_name() -> None:
-    assert profile_names() == ("default", "paper", "release", "copy")
+    assert profile_names() == ("default", "best", "paper", "release", "copy")
     assert all(get_profile(name).name == name for name in profile_names())
 
 
@@ -34,7 +34,7 @@ def test_copy_selects_like_the_default_and_changes_nothing() -> None:
 
 
 def test_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match="default, paper, release, copy, got 'papper'"):
+    with pytest.raises(ValueError, match="default, best, paper, release, copy, got 'papper'"):
         get_profile("papper")
 
 
@@ -57,9 +57,18 @@ def test_unknown_name_lists_the_valid_ones() -> None:
         ({"scorer": "stratified", "n_strata": 0}, "n_strata >= 1"),
         ({"fit_strata": -1}, "fit_strata >= 0"),
         ({"fit_repetition": -1}, "fit_repetition >= 0"),
-        ({"fit_window": False, "fit_strata": 0, "fit_repetition": 0}, "needs queries to fit"),
+        ({"fit_questions": -1}, "fit_questions >= 0"),
+        (
+            {"fit_window": False, "fit_strata": 0, "fit_repetition": 0, "fit_questions": 0},
+            "needs queries to fit: .* fit_strata, fit_repetition or fit_questions",
+        ),
+        ({"repetition_reach_tokens": -1}, "repetition_reach_tokens >= 0"),
+        ({"guard_share": -0.1}, "guard_share between 0 and 0.5, got -0.1"),
+        ({"guard_share": 0.51}, "guard_share between 0 and 0.5, got 0.51"),
+        ({"guard_share": math.nan}, "finite guard_share"),
         ({"sinks": -1}, "sinks >= 0"),
-        ({"n_window": -1}, "n_window >= 0"),
+        ({"n_window": 0}, "n_window >= 1"),
+        ({"n_window": -1, "scorer": "kvzip", "fit_window": False}, "n_window >= 0"),
     ],
 )
 def test_validation(change: dict[str, object], message: str) -> None:
@@ -86,3 +95,28 @@ def test_passes_are_those_of_the_selection_and_of_the_fitted_queries() -> None:
     assert fitting.passes == {"repetition"}
     assert replace(fitting, fit_strata=0).passes == {"repetition"}
     assert replace(fitting, value_step=False, key_step=False).passes == frozenset()
+    asking = replace(fitting, fit_questions=5)
+    assert asking.passes == {"repetition", "questions"}
+    assert asking.fitted_of_passes == {"repetition": 8, "questions": 5}
+    assert replace(asking, value_step=False, key_step=False).fitted_of_passes == {}
+
+
+def test_only_passes_over_the_span_cost_a_prefill() -> None:
+    assert {name: get_profile(name).extra_prefills for name in profile_names()} == {
+        "default": 0,
+        "best": 1,
+        "paper": 0,
+        "release": 0,
+        "copy": 0,
+    }
+    assert get_profile("default").passes == get_profile("copy").passes == {"questions"}
+    assert get_profile("best").passes == {"questions", "repetition"}
+    plain = replace(get_profile("release"), scorer="snapkv")
+    assert replace(plain, scorer="h2o").extra_prefills == 1
+    assert replace(plain, scorer="question_mass", fit_repetition=1).extra_prefills == 1
+    assert replace(plain, scorer="h2o~kvzip~repetition_mass~question_mass").extra_prefills == 2
+
+
+def test_the_ends_of_what_is_valid() -> None:
+    for change in ({"guard_share": 0.5}, {"repetition_reach_tokens": 0}, {"repetition_reach_tokens": None}):
+        replace(get_profile("best"), **change)  # type: ignore[arg-type]

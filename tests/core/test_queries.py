@@ -46,13 +46,19 @@ def test_scoring_and_fitting_may_take_different_strata() -> None:
 
 def test_a_mixture_of_fitted_queries() -> None:
     profile = replace(
-        get_profile("paper"), n_window=3, fit_window=True, fit_strata=2, fit_repetition=7, n_held_out=1
+        get_profile("paper"),
+        n_window=3,
+        fit_window=True,
+        fit_strata=2,
+        fit_repetition=7,
+        fit_questions=5,
+        n_held_out=1,
     )
     plan = plan_queries(40, profile)
     assert plan.positions.tolist() == [10, 20, 30, 37, 38, 39]
     assert plan.positions[plan.fit_window].tolist() == [37, 38, 39]
     assert plan.positions[plan.fit_strata].tolist() == [10, 30]
-    # Queries of the repetition are no positions of the span.
+    # Queries of passes are no positions of the span.
     assert queries_needed(profile) == 3 + 2 + 1
 
 
@@ -181,7 +187,9 @@ def test_any_plan(
         assert ((twice <= middle) & (middle < twice + 2 * count)).all()
 
 
-@pytest.mark.parametrize(("name", "needed"), [("default", 32), ("paper", 48), ("release", 80), ("copy", 32)])
+@pytest.mark.parametrize(
+    ("name", "needed"), [("default", 40), ("best", 64), ("paper", 48), ("release", 80), ("copy", 40)]
+)
 def test_shortest_span(name: str, needed: int) -> None:
     profile = get_profile(name)
     assert queries_needed(profile) == needed
@@ -200,8 +208,9 @@ def test_a_first_position_before_the_span_is_refused() -> None:
 
 def test_every_profile_plans_a_usual_span() -> None:
     assert {name: len(plan_queries(4000, get_profile(name)).positions) for name in profile_names()} == {
-        "default": 32,
+        "default": 40,
+        "best": 64,
         "paper": 48,
         "release": 80,
-        "copy": 32,
+        "copy": 40,
     }

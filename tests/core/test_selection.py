@@ -14,7 +14,7 @@ from torch import Tensor
 from grkv_sglang.core import Scorer, ScoringContext, get_scorer, scorer_names, selection
 from grkv_sglang.core.selection import PassStatistics
 from grkv_sglang.core.selection.base import always_kept_tokens, top_mask, top_mask_pooled, top_masks
-from grkv_sglang.core.selection.combined import RankSum, ranks
+from grkv_sglang.core.selection.combined import RankSum, ShareSum, ranks, shares
 from grkv_sglang.core.selection.criticalkv import projected_norms
 
 from .reference import pass_statistics, random, rotary_table, rotated
@@ -602,6 +602,63 @@ def test_rank_sum() -> None:
         get_scorer("kvzip+")
 
 
+def test_shares() -> None:
+    scores = torch.tensor(
+        [[1.0, 3.0, 0.0, 4.0], [0.0, 0.0, 0.0, 0.0], [torch.nan, 1.0, 1.0, 2.0], [torch.nan] * 4]
+    )
+    expected = [[0.125, 0.375, 0.0, 0.5], [0.0] * 4, [0.0, 0.25, 0.25, 0.5], [0.0] * 4]
+    assert shares(scores).tolist() == expected
+    assert shares(scores.double()).dtype == torch.float32
+    # Whatever the scale: relative to the row.
+    torch.testing.assert_close(shares(scores[:1] * 1e-30), torch.tensor(expected[:1]))
+
+
+def test_share_sum() -> None:
+    ctx = context(2, 3, 13)
+    names = ("snapkv", "kvzip", "stratified_value")
+    expected = torch.zeros(2, 13)
+    for name in names:
+        for h, row in enumerate(naive_scores(name, ctx)):
+            expected[h] += torch.tensor([score / sum(row) for score in row])
+    combined = get_scorer("~".join(names))
+    torch.testing.assert_close(combined.score(ctx), expected)
+    assert combined.name == "snapkv~kvzip~stratified_value"
+    assert combined.queries == {"window", "strata"}
+    assert combined.passes == {"repetition"}
+    assert combined.storage == "even"
+    assert get_scorer("h2o~question_mass").passes == {"span", "questions"}
+    for broken in ("kvzip~", "~kvzip", "kvzip~~snapkv"):
+        with pytest.raises(ValueError, match="got ''"):
+            get_scorer(broken)
+
+
+def test_a_share_keeps_what_one_method_finds_far_above_all_else() -> None:
+    ctx = context(1, 1, 12)
+    ctx.passes["repetition"].maximum[0] = torch.tensor([100.0] + [1.0] * 11)
+    ctx.passes["span"].total[0] = torch.arange(12.0) + 10.0
+    none = torch.zeros(12, dtype=torch.bool)
+    for name, kept in (("kvzip~h2o", [0, 11]), ("kvzip+h2o", [10, 11])):
+        scorer = get_scorer(name)
+        assert tokens(scorer.select(ctx, scorer.score(ctx), none, 2)) == [set(kept)]
+
+
+def test_shares_bind_tighter_than_ranks() -> None:
+    ctx = context(2, 3, 13)
+    pair = get_scorer("snapkv~stratified").score(ctx)
+    expected = ranks(get_scorer("kvzip").score(ctx)) + ranks(pair)
+    for name in ("kvzip+snapkv~stratified", "snapkv~stratified+kvzip"):
+        mixed = get_scorer(name)
+        assert type(mixed) is RankSum
+        assert mixed.name == name
+        torch.testing.assert_close(mixed.score(ctx), expected)
+        assert mixed.queries == {"window", "strata"}
+    with pytest.raises(ValueError, match="got 'snap'"):
+        get_scorer("kvzip+snap~h2o")
+    with pytest.raises(ValueError, match="got 'adakv', which has per_head budgets"):
+        get_scorer("kvzip+snapkv~adakv")
+
+
+@pytest.mark.parametrize("separator", ["+", "~"])
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
@@ -612,12 +669,13 @@ def test_rank_sum() -> None:
         ("pyramidkv", "has per_layer budgets"),
     ],
 )
-def test_a_sum_refuses_parts_whose_own_rule_it_would_drop(part: str, reason: str) -> None:
-    for name in (f"{part}+kvzip", f"kvzip+stratified+{part}", f"{part}+{part}"):
+def test_a_sum_refuses_parts_whose_own_rule_it_would_drop(separator: str, part: str, reason: str) -> None:
+    for parts in ((part, "kvzip"), ("kvzip", "stratified", part), (part, part)):
+        name = separator.join(parts)
         with pytest.raises(ValueError, match=f"nothing else, got '{part}', which {reason}: a sum would"):
             get_scorer(name)
     with pytest.raises(ValueError, match=f"got '{part}'"):
-        RankSum([get_scorer("snapkv"), get_scorer(part)])
+        {"+": RankSum, "~": ShareSum}[separator]([get_scorer("snapkv"), get_scorer(part)])
 
 
 def test_a_sum_takes_all_other_methods() -> None:

@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.multi_turn_drift import Chat, conversation, pieces_of_text, run_setting
+from benchmarks.fidelity.cases import Case, Chat
+from benchmarks.fidelity.host import Host
+from benchmarks.fidelity.methods import parse_methods
+from benchmarks.fidelity.run import measure_case
+from benchmarks.fidelity.served import ServedHost, measure_case_served
+from benchmarks.multi_turn_drift import Chat as DriftChat
+from benchmarks.multi_turn_drift import conversation, pieces_of_text, run_setting
 from tests.engine.client import Client, distinct_tails, document, question
 from tests.engine.conftest import engine
 
@@ -33,6 +39,39 @@ def client(model_path: Path, tokenizer: Any, server_dir: Path) -> Iterator[Clien
         chunked_prefill_size=512,
     ) as client:
         yield client
+
+
+def test_served_and_offline_fidelity_agree(client: Client, model_path: Path, tokenizer: Any):
+    """The benchmark without an engine measures what the engine serves: both passes, all kinds of queries."""
+    (ids,) = pieces_of_text(tokenizer, 1, 740)
+    case = Case(
+        name="agreement",
+        kind="prose",
+        context=ids[:700],
+        continuation=ids[700:740],
+        questions=[Chat(tokenizer).suffix("What happens in this text?")],
+        facts=[],
+        fact_depths=[],
+    )
+    client.flush()
+    budget = 0.2
+    served = measure_case_served(
+        ServedHost(str(client.http.base_url), tokenizer),
+        case,
+        [("default", budget), ("best", budget)],
+        answer_tokens=16,
+    )
+    methods = [(method, budget) for method in parse_methods("default,best", None)]
+    offline = measure_case(Host(model_path), case, methods, answer_tokens=16)
+    assert [(r.method, r.measure) for r in served] == [(r.method, r.measure) for r in offline]
+    for there, here in zip(served, offline, strict=True):
+        assert there.slots == here.slots == 140
+        assert there.tokens == here.tokens
+        assert there.nll_increase == pytest.approx(here.nll_increase, abs=0.01)
+        assert there.top1 == pytest.approx(here.top1, abs=1.01 / here.tokens)
+        assert there.attention_error == pytest.approx(here.attention_error, abs=0.002)
+        assert here.kl > 0
+    assert client.settled_state()["spans"] == [], "the benchmark forgets its prefixes"
 
 
 def test_document_is_compressed_once_and_serves_every_later_question(client: Client):
@@ -57,7 +96,7 @@ def test_document_is_compressed_once_and_serves_every_later_question(client: Cli
     assert 0 < span["error_after"] <= span["error_before"] < 1
     assert span["quality"] == pytest.approx(1 - span["error_after"])
     assert span["compress_s"] == pytest.approx(
-        sum(span[k] for k in ("probe_s", "select_s", "regress_s", "copy_s"))
+        sum(span[k] for k in ("probe_s", "pass_s", "select_s", "regress_s", "copy_s"))
     )
     for tail in later:
         warm = client.generate(doc + tail)
@@ -442,7 +481,7 @@ def test_eleven_turns_of_a_chat_stay_coherent_and_are_prefilled_once(client: Cli
     client.flush()
     closing = list(client.tokenizer.encode("<|im_end|>\n"))
     messages = conversation(client.tokenizer, pieces_of_text(client.tokenizer, 11, 90))
-    turns, _ = run_setting("chat", Chat(str(client.http.base_url)), messages, [], closing, 12)
+    turns, _ = run_setting("chat", DriftChat(str(client.http.base_url)), messages, [], closing, 12)
     state = client.settled_state()
     # Nothing but the newest message is prefilled: the history comes from spans and the exact tail behind.
     assert all(t.cached_tokens >= t.history_tokens - len(closing) - 1 for t in turns[1:])

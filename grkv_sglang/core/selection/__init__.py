@@ -70,7 +70,7 @@ def scorer_names() -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def get_scorer(name: str) -> Scorer:
     """The selection method of this name, or several: "a+b" sums the ranks of a's and b's scores, "a~b" their
-    shares of the head's total.
+    shares of the head's total. "~" binds tighter: "a+b~c" sums the ranks of a and of "b~c".
 
     Raises:
         ValueError: no such method; the message lists the valid names.
