@@ -1,8 +1,8 @@
 """What one compression costs without an engine: selection and regression, by profile and size.
 
-Random keys, values and queries of a model's shape; the time does not depend on what they hold. The forward passes
-(probe, requests, repetition) are not part of it: `grkv demo` measures the whole, against the cold prefill. Sizes are interleaved,
-so that drift of the machine falls on all of them alike; medians are reported.
+Random keys, values and queries of a model's shape; the time does not depend on what they hold. The forward
+passes (probe, requests, repetition) are not part of it: `grkv demo` measures the whole, against the cold
+prefill. Sizes are interleaved, so that drift of the machine falls on all of them alike; medians are reported.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def main(
     texts: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder of .txt and source files; repeatable. Default: Python's standard library (code only)."
+            help="Folder of .txt and source files; repeatable. Default: Python's own library: code."
         ),
     ] = None,
     context: Annotated[str, typer.Option(help="Tokens of the span; several separated by commas.")] = "2048",
@@ -116,8 +116,10 @@ class Options:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the numbers, besides methods and budgets."""
-        names = ("continuation", "documents", "filler", "questions", "answer_tokens", "facts", "seed", "dtype",
-                 "served")  # fmt: skip
+        names = (
+            "continuation", "documents", "filler", "questions", "answer_tokens", "facts", "seed", "dtype",
+            "served",
+        )  # fmt: skip
         return {
             "model": self.model.name,
             "texts": [folder.name for folder in self.texts],
@@ -129,10 +131,11 @@ def benchmark(
     options: Options,
     runs: Sequence[tuple[Method, float]],
     filler_runs: Sequence[tuple[Method, float]] | None = None,
+    first: int | None = None,
 ) -> list[Row]:
     """Measure every method at its budget on every case; rows that are in the file already stay.
 
-    `filler_runs` replaces `runs` on documents of filler.
+    `filler_runs` replaces `runs` on documents of filler; `first` takes only the first so many cases.
     """
     rows = load_rows(options.out, options.settings)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -145,6 +148,7 @@ def benchmark(
             facts_per_document=options.facts, seed=options.seed,
         )
     ]  # fmt: skip
+    cases = cases[:first]
     export_peers([case for case in cases if case.kind != "filler" or filler_runs is None], runs, options)
     done = {(row.case, row.context_tokens, row.method, row.budget) for row in rows}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -190,10 +190,10 @@ def _document_case(
     if len(document) < wanted or len(continuation) < continuation_tokens:
         raise ValueError(f"expected {path} to hold {wanted + continuation_tokens} tokens behind {start}")
     excerpt = chat._tokenizer.decode(document)
-    questions = prose_questions(excerpt, rng) if kind == "prose" else code_questions(excerpt, rng)
     places = [excerpt.find(sentence.strip()) for sentence, _ in facts]
     if -1 in places:
         raise ValueError(f"expected a context that holds {n_facts} facts, got one of {context_tokens} tokens")
+    questions = prose_questions(excerpt, rng) if kind == "prose" else code_questions(excerpt, rng)
     depths = [place / len(excerpt) for place in places]
     return Case(
         name=f"{path.name}@{start}",

@@ -24,6 +24,8 @@ from benchmarks.peers import PEERS, read_selection
 from grkv_sglang.core import Profile, get_profile, get_scorer, plan_queries, profile_names
 
 GRKV_SUFFIX = "/grkv"
+N_STRATA = 64
+"""Strata queries of a method that is named by itself and looks at such."""
 Held = Literal["even", "per_head", "none"]
 """What a server can hold: even budgets; per-head ones with equal layer totals (ragged storage); neither."""
 
@@ -175,12 +177,13 @@ def _profile(name: str) -> Profile:
     default = get_profile("default")
     scorer = name.removesuffix(GRKV_SUFFIX)
     try:
-        get_scorer(scorer)
+        queries = get_scorer(scorer).queries
     except ValueError as error:
         raise ValueError(f"expected a profile ({', '.join(profile_names())}) or {error}") from error
     return replace(
         default,
         scorer=scorer,
+        n_strata=N_STRATA if "strata" in queries else 0,
         value_step=name.endswith(GRKV_SUFFIX),
         key_step=name.endswith(GRKV_SUFFIX),
     )

@@ -1,8 +1,8 @@
 """The same measures through a running engine: what its users get, by log-probabilities over HTTP.
 
-The engine tells the likeliest token and the log-probability of the token that came, so top-1 agreement and the
-increase of the negative log-likelihood are measured; KL divergences are not. Only profiles that the server knows
-by name can be asked for.
+The engine tells the likeliest token and the log-probability of the token that came, so top-1 agreement and
+the increase of the negative log-likelihood are measured; KL divergences are not. Only profiles that the
+server knows by name can be asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All tables of docs/quality.md: ``python -m benchmarks.fidelity.study``.
 
-Runs the fidelity benchmark for every table (what is in the JSON files already is not run again) and compares, paired
-over documents: a selection with and without the regression, `best` and `default` with kvpress's methods, and
+Runs the fidelity benchmark for every table (what is in the JSON files already is not run again) and compares,
+paired over documents: a selection with and without the regression, `best` and `default` with kvpress, and
 `default` with one part taken out or changed at a time.
 """
 
@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.fidelity.__main__ import Options, benchmark, default_texts, load_rows
-from benchmarks.fidelity.methods import Method, PeerMethod, parse_methods
+from benchmarks.fidelity.methods import Method, parse_methods
 from benchmarks.fidelity.report import Ratio, markdown_table, paired_ratio, plot, summarise, values_by_case
 from benchmarks.fidelity.run import Row
 from benchmarks.peers import PEERS
@@ -24,7 +24,8 @@ from grkv_sglang.model import ensure_model
 console = Console()
 
 PRIMARY = "default,best"
-PAIRS = ("question_mass~snapkv", "snapkv", "criticalkv", "expected_attention", "kvzip", "stratified_value")
+PARTS = ("main", "peers", "ablation", "others")
+PAIRS = ("question_mass~snapkv", "snapkv", "expected_attention", "kvzip")
 """Selections that are measured with and without the regression of `default`."""
 OTHERS = (
     "paper", "release", "adakv", "critical_adakv", "pyramidkv", "kvzip_per_head", "h2o", "kvzip+snapkv",
@@ -47,20 +48,32 @@ ABLATION = {
     "fits 24 strata only": "default[fit_window=false;fit_questions=0;fit_strata=24]",
     "fits 24 strata too": "default[fit_strata=24]",
 }
+WIDE_PEERS = ("snapkv", "criticalkv", "expected_attention", "kvzip_even")
+"""Measured at every budget; the others at the smallest."""
 EVEN_PEERS = tuple(name for name, peer in PEERS.items() if peer.storage == "even")
 CHEAP_PEERS = tuple(name for name in EVEN_PEERS if not PEERS[name].extra_prefill)
 MEASURES = ("continuation", "answers")
 
 
-def runs(selections: Path, with_peers: bool) -> list[tuple[Method, float]]:
-    """What is measured: every method at its budgets."""
+def runs(selections: Path, wanted: Sequence[str]) -> list[tuple[Method, float]]:
+    """What is measured: every method at its budgets, the parts in the order of `PARTS`."""
     wide, narrow = (0.1, 0.2, 0.3, 0.5), (0.1, 0.3)
     pairs = ",".join(f"{name},{name}/grkv" for name in PAIRS[1:])
-    wanted = [(PRIMARY, wide), (f"copy,{BEST_COPY},{pairs}", narrow)]
-    if with_peers:
-        wanted.append((",".join(f"peer:{name}" for name in PEERS), wide))
-    wanted += [(",".join(ABLATION.values()), (0.1,)), (",".join(OTHERS), (0.1,))]
-    return [(m, b) for text, budgets in wanted for m in parse_methods(text, selections) for b in budgets]
+    rest = ",".join(f"peer:{name}" for name in PEERS if name not in WIDE_PEERS)
+    tables: dict[str, list[tuple[str, tuple[float, ...]]]] = {
+        "main": [(PRIMARY, wide), (f"copy,{BEST_COPY},{pairs}", narrow)],
+        "peers": [(",".join(f"peer:{name}" for name in WIDE_PEERS), wide), (rest, (0.1,))],
+        "ablation": [(",".join(ABLATION.values()), (0.1,))],
+        "others": [(",".join(OTHERS), (0.1,))],
+    }
+    return [
+        (method, budget)
+        for part in PARTS
+        if part in wanted
+        for text, budgets in tables[part]
+        for method in parse_methods(text, selections)
+        for budget in budgets
+    ]
 
 
 def study(
@@ -69,10 +82,8 @@ def study(
     contexts: Annotated[str, typer.Option(help="Tokens of the spans.")] = "2048,4096",
     documents: Annotated[int, typer.Option(help="Excerpts per length.")] = 12,
     filler: Annotated[int, typer.Option(help="Filler documents per length.")] = 6,
-    peers: Annotated[bool, typer.Option(help="Measure kvpress too, in an environment of its own.")] = True,
-    primary: Annotated[
-        bool, typer.Option("--primary", help="Only what the comparison with kvpress needs.")
-    ] = False,
+    part: Annotated[str, typer.Option("--parts", help=f"Out of {', '.join(PARTS)}.")] = ",".join(PARTS),
+    first: Annotated[int | None, typer.Option(help="Only the first so many documents, no filler.")] = None,
     report_only: Annotated[bool, typer.Option("--report-only", help="Tables of what is there.")] = False,
     peer_folder: Annotated[Path | None, typer.Option(help="Where kvpress's selections are kept.")] = None,
 ) -> None:
@@ -85,13 +96,9 @@ def study(
             dtype="float32", out=path, peer_folder=peer_folder, served=False,
         )  # fmt: skip
         if not report_only:
-            wanted = runs(options.selections, peers)
-            if primary:
-                wanted = [
-                    (m, b) for m, b in wanted if m.name in PRIMARY.split(",") or isinstance(m, PeerMethod)
-                ]
+            wanted = runs(options.selections, part.split(","))
             ours = [(m, b) for m, b in wanted if m.name in PRIMARY.split(",")]
-            benchmark(options, wanted, filler_runs=ours)
+            benchmark(options, wanted, filler_runs=ours, first=first)
         rows = load_rows(path, None)
         text = "\n".join(report(rows, context))
         (out / f"quality-{context}.md").write_text(text, encoding="utf-8")

@@ -1,9 +1,8 @@
 """Scores of tasks with right answers, on compressed contexts: ``python -m benchmarks.tasks``.
 
-A context is compressed once, before any question is known; then its questions are asked one after the other in
-one conversation, in several orders: a cache that serves only the first question shows as a difference between
-positions.
-Tasks are generated offline (RULER's kinds), or read from LongBench, RULER and SCBench.
+A context is compressed once, before any question is known; then its questions are asked one after the other
+in one conversation, in several orders: a cache that serves only the first question shows as a difference
+between positions. Tasks are generated offline (RULER's kinds), or read from LongBench, RULER and SCBench.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Conversation:
         self._host, self._chat, self._cache = host, chat, cache
 
     def ask(self, questions: list[Question]) -> list[str]:
-        """Replies to the questions in this order, every one with the earlier ones and their replies before it."""
+        """Replies to the questions in this order, each with the earlier ones and their replies before it."""
         history: list[int] = []
         replies = []
         for index, question in enumerate(questions):

@@ -119,4 +119,4 @@ def test_only_passes_over_the_span_cost_a_prefill() -> None:
 
 def test_the_ends_of_what_is_valid() -> None:
     for change in ({"guard_share": 0.5}, {"repetition_reach_tokens": 0}, {"repetition_reach_tokens": None}):
-        replace(get_profile("best"), **change)  # type: ignore[arg-type]
+        replace(get_profile("best"), **change)
