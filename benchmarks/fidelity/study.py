@@ -24,7 +24,7 @@ from grkv_sglang.model import ensure_model
 console = Console()
 
 PRIMARY = "default,best"
-PARTS = ("main", "peers", "ablation", "others")
+PARTS = ("main", "peers", "controls", "ablation", "others")
 PAIRS = ("question_mass~snapkv", "snapkv", "expected_attention", "kvzip")
 """Selections that are measured with and without the regression of `default`."""
 OTHERS = (
@@ -58,11 +58,12 @@ MEASURES = ("continuation", "answers")
 def runs(selections: Path, wanted: Sequence[str]) -> list[tuple[Method, float]]:
     """What is measured: every method at its budgets, the parts in the order of `PARTS`."""
     wide, narrow = (0.1, 0.2, 0.3, 0.5), (0.1, 0.3)
-    pairs = ",".join(f"{name},{name}/grkv" for name in PAIRS[1:])
+    first, second = (",".join(f"{name},{name}/grkv" for name in names) for names in (PAIRS[1:3], PAIRS[3:]))
     rest = ",".join(f"peer:{name}" for name in PEERS if name not in WIDE_PEERS)
     tables: dict[str, list[tuple[str, tuple[float, ...]]]] = {
-        "main": [(PRIMARY, wide), (f"copy,{BEST_COPY},{pairs}", narrow)],
-        "peers": [(",".join(f"peer:{name}" for name in WIDE_PEERS), wide), (rest, (0.1,))],
+        "main": [(PRIMARY, wide), (f"copy,{BEST_COPY},{first}", narrow)],
+        "peers": [(",".join(f"peer:{name}" for name in WIDE_PEERS), wide)],
+        "controls": [(second, narrow), (rest, (0.1,))],
         "ablation": [(",".join(ABLATION.values()), (0.1,))],
         "others": [(",".join(OTHERS), (0.1,))],
     }

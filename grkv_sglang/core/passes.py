@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grkv_sglang.core.attention import Partial, attend, group_rows, join
+from grkv_sglang.core.attention import group_rows
 from grkv_sglang.core.queries import stratum_midpoints
 from grkv_sglang.core.selection import PassStatistics
 
@@ -170,39 +170,36 @@ class PassResults:
         n_queries, n_heads, _ = queries.shape
         n_tokens, n_kv_heads, dv = values.shape
         group = n_heads // n_kv_heads
-        rows = group_rows(queries.float(), n_kv_heads)
-        keys, values, own_keys, own_values = (
-            tensor.transpose(0, 1).float() for tensor in (keys, values, own_keys, own_values)
-        )
-        own = torch.arange(n_queries, device=rows.device)
-        beside: Partial | None = None
-        if chunk.own_keys:
-            beside = attend(rows, own_keys, own_values, scale=scale, visible=own <= own[:, None])
-        if ancestors is not None:
-            before = attend(rows, *(t.transpose(0, 1).float() for t in ancestors), scale=scale)
-            beside = before if beside is None else join(before, beside)
+        rows = group_rows(queries.float(), n_kv_heads) * scale
         token = torch.arange(n_tokens, device=rows.device)
         if chunk.attended is not None:
             token = torch.cat([token[low:high] for low, high in chunk.attended])
-            keys, values = (
-                torch.cat([tensor[:, low:high] for low, high in chunk.attended], dim=1)
-                for tensor in (keys, values)
-            )
-        output = rows.new_empty(n_kv_heads, len(own) * group, dv)
+            keys, values = keys[token], values[token]
+        own = torch.arange(n_queries, device=rows.device)
+        # One softmax over everything that is seen: before the span, the span, the chunk itself.
+        before, behind = list(ancestors or ()), [own_keys, own_values] if chunk.own_keys else []
+        seen_keys, seen_values = (
+            torch.cat([part.transpose(0, 1).float() for part in parts], dim=1)
+            for parts in zip(*(pair for pair in (before, [keys, values], behind) if pair), strict=True)
+        )
+        first_of_span = ancestors[0].shape[0] if ancestors is not None else 0
+        span = slice(first_of_span, first_of_span + len(token))
+        if chunk.own_keys:
+            masked, visible = slice(span.stop, None), own <= own[:, None]
+        else:
+            masked, visible = span, token <= chunk.first_position + own[:, None]
+        output = rows.new_empty(n_kv_heads, n_queries * group, dv)
         if layer not in self._statistics:
             self._statistics[layer] = PassStatistics.nothing(n_kv_heads, n_tokens, rows.device)
         step = max(1, _ROWS_AT_ONCE // group)
         for first in range(0, n_queries, step):
             some = slice(first * group, min(first + step, n_queries) * group)
-            visible = None
-            if not chunk.own_keys:
-                visible = token <= chunk.first_position + own[first : first + step, None]
-            attention = attend(
-                rows[:, some], keys, values, scale=scale, visible=visible,
-                beside=None if beside is None else Partial(beside.output[:, some], beside.lse[:, some]),
-            )  # fmt: skip
-            output[:, some] = attention.output
-            counting = attention.weights[:, max(0, chunk.n_prompt - first) * group :]
+            logits = torch.bmm(rows[:, some], seen_keys.transpose(1, 2))
+            by_query = logits[..., masked].unflatten(1, (-1, group))
+            by_query.masked_fill_(~visible[first : first + step].unsqueeze(1), -torch.inf)
+            weights = logits.softmax(dim=-1)
+            torch.bmm(weights, seen_values, out=output[:, some])
+            counting = weights[:, max(0, chunk.n_prompt - first) * group :, span]
             if counting.shape[1]:
                 self._statistics[layer].count(counting, group, chunk.attended)
         self._queries.setdefault(layer, []).append(queries[list(chunk.sampled)].clone())

@@ -154,8 +154,12 @@ def regress(
         Free tokens are finite wherever the input was.
     """
     judge: Problem | None = None
+    judged = 1.0
     if profile.guard and profile.guard_share and problem.n_queries > 1:
+        n_queries = problem.n_queries
         problem, judge = problem.split(profile.guard_share)
+        # The few that judge stand for all: the ridges keep their weight against the loss.
+        judged = (n_queries / judge.n_queries) ** 0.5
     keys_0, values_0 = keys[:, :n_free], values[:, :n_free]
 
     def whole(state: _State) -> tuple[Tensor, Tensor]:
@@ -167,7 +171,7 @@ def regress(
     def loss(state: _State) -> Tensor:
         error = state.output - problem.target
         if judge is not None:
-            error = judge.attend(*whole(state)).output - judge.target
+            error = (judge.attend(*whole(state)).output - judge.target) * judged
         return penalised_loss(error, state.keys - keys_0, state.values - values_0, profile)
 
     attention = problem.attend(keys, values)

@@ -187,7 +187,7 @@ def test_probe_queries_equal_those_of_the_prefill(client: Client):
     flag.unlink()
     layers = [json.loads(line) for line in (client.folder / "queries.jsonl").read_text().splitlines()]
     assert [entry["layer"] for entry in layers] == list(range(30))
-    assert all(entry["queries"] == 32 for entry in layers)
+    assert all(entry["queries"] == 40 for entry in layers)
     # fp32 over 30 layers; another order of sums in the attention.
     assert max(entry["max_abs_difference"] / entry["max_abs"] for entry in layers) < 1e-4
 
@@ -346,6 +346,24 @@ def test_budget_and_profile_of_a_request(client: Client):
     client.settled_state()
 
 
+def test_protected_tokens_come_on_top_of_the_budget(client: Client):
+    client.flush()
+    n = 500
+    doc = document(client, n, seed=23)
+    tails = distinct_tails(client, 4)
+    options = {"prefix_end_tokens": n, "protected": "100-130"}
+    client.generate(doc + tails[0], options)
+    (span,) = client.settled_state()["spans"]
+    assert (span["slots"], span["protected"]) == (30 + 94, [[100, 130]])  # a fifth of the other 470
+    assert client.generate(doc + tails[1], options).served["span_slots"] == 124
+    assert client.generate(doc + tails[2]).served["span_slots"] == 124
+    # Others are not protected in this span: it does not serve, and another one is made.
+    other = {"prefix_end_tokens": n, "protected": "200-210"}
+    assert client.generate(doc + tails[3], other).served["span_tokens"] == 0
+    spans = client.settled_state()["spans"]
+    assert {tuple(map(tuple, s["protected"])) for s in spans} >= {((200, 210),)}
+
+
 def test_a_prefix_too_short_to_compress_stays_exact_and_is_counted(client: Client):
     client.flush()
     n = 60
@@ -367,6 +385,9 @@ def test_a_prefix_too_short_to_compress_stays_exact_and_is_counted(client: Clien
             "unknown field 'modes'; valid fields are mode, prefix_end_tokens, prefix_end, budget",
         ),
         ({"mode": "fast"}, "Input should be 'exact', 'prefer_exact' or 'prefer_compressed'"),
+        ({"prefix_end_tokens": 2, "protected": "1-9"}, "must lie in the prefix of 2 tokens, got an end of 9"),
+        ({"prefix_end_tokens": 2, "protected": "1"}, "expected ranges such as '0-120,800-830'"),
+        ({"budget": 0.001}, "this server allows budgets between 0.01 and 1"),
         ({"prefix_end_tokens": 999}, "at least one token of the prompt behind it, got 999 of 3"),
         ({"prefix_end": "document"}, "no user message of the chat template"),
         ("yes", "must be an object with the fields"),
