@@ -198,8 +198,11 @@ class Compressor:
         work = Compression(self, source, profile, plan, new_slots, probe, protected)
         if n_slots < n_candidates:
             work.chunks.extend(self._chunks(source, profile))
-        work.probe_s = time.perf_counter() - started
         work.lora_id = lora_id
+        work.probe_s = time.perf_counter() - started
+        if work.chunks and work.chunks[0][0] == "questions":
+            # As few tokens as the probe's: in the same step, so that a short span is still done in one.
+            work.advance_pass()
         return work
 
     def _chunks(self, source: SpanSource, profile: Profile) -> Iterator[tuple[PassKind, PassChunk]]:
