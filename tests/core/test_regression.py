@@ -519,6 +519,8 @@ def test_a_head_that_only_fits_stays_unchanged(group: int) -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_steps_see_the_fitting_queries_and_the_guard_the_judging_ones(steps: int) -> None:
     profile = replace(FREE, query_weight=0.5, lambda_k=0.3)
+    # Two of the eight queries judge, and stand for all eight.
+    judging = replace(profile, query_weight=profile.query_weight * 8 / 2)
     chosen = set()
     for seed in range(12):
         made = case(seed=100 * seed, m=8, group=3, target_scale=2.0)
@@ -529,7 +531,7 @@ def test_the_steps_see_the_fitting_queries_and_the_guard_the_judging_ones(steps:
             *(run(fit, replace(profile, key_step=k))[:2] for k in (False, True)),
         ]
         for head in range(2):
-            losses = [objective(judge, profile, *state, head) for state in candidates]
+            losses = [objective(judge, judging, *state, head) for state in candidates]
             best = losses.index(min(losses))
             if sorted(losses)[1] < (1 + 1e-4) * losses[best]:
                 continue  # too close to call in float32
@@ -537,7 +539,7 @@ def test_the_steps_see_the_fitting_queries_and_the_guard_the_judging_ones(steps:
                 chosen.add(best)
                 torch.testing.assert_close(keys[head], candidates[best][0][head])
                 torch.testing.assert_close(values[head], candidates[best][1][head])
-            assert objective(judge, profile, keys, values, head) <= losses[best] * (1 + 1e-5)
+            assert objective(judge, judging, keys, values, head) <= losses[best] * (1 + 1e-5)
     assert steps > 1 or len(chosen) > 1
 
 
