@@ -417,4 +417,5 @@ class GrkvRadixCache(SpanTree):
             "namespace": retention.namespace_of(span),
             "tokens_sha256": sha256(self.path_tokens(span).tobytes()).hexdigest(),
             **vars(span.origin),
+            "protected": [list(kept) for kept in span.origin.protected],
         }
