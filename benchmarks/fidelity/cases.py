@@ -83,6 +83,10 @@ class Chat:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids)
+        return text
+
     def suffix(self, question: str, cue: str = "") -> list[int]:
         """What follows a document: the question, the change of turns, the first words of the reply."""
         return self.encode(f"\n\n{question}{self._footer}{cue}")
@@ -189,7 +193,7 @@ def _document_case(
     continuation = ids[wanted : wanted + continuation_tokens]
     if len(document) < wanted or len(continuation) < continuation_tokens:
         raise ValueError(f"expected {path} to hold {wanted + continuation_tokens} tokens behind {start}")
-    excerpt = chat._tokenizer.decode(document)
+    excerpt = chat.decode(document)
     places = [excerpt.find(sentence.strip()) for sentence, _ in facts]
     if -1 in places:
         raise ValueError(f"expected a context that holds {n_facts} facts, got one of {context_tokens} tokens")
@@ -210,7 +214,7 @@ def _spread(
     rng: random.Random, n_facts: int, wanted: int, chat: Chat, window: str, breaks: list[int]
 ) -> list[int]:
     """Ascending places in `window` for facts, one in each of equal stretches of the document."""
-    end = len(chat._tokenizer.decode(chat.encode(window)[: int(0.9 * wanted)]))
+    end = len(chat.decode(chat.encode(window)[: int(0.9 * wanted)]))
     places = []
     for index in range(n_facts):
         low, high = end * index // n_facts, end * (index + 1) // n_facts

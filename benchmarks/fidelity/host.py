@@ -27,6 +27,7 @@ from grkv_sglang.core import (
     Profile,
     QueryPlan,
     RotaryTable,
+    SpanQuality,
     compress_layer,
     get_scorer,
     plan_queries,
@@ -327,12 +328,10 @@ class Host:
 
 def compressed_of(n_tokens: int, results: Sequence[LayerResult], pass_s: float = 0.0) -> Compressed:
     """A compressed prefix out of its layers."""
-    before, after, reference = (
-        sum(getattr(result, name) for result in results)
-        for name in ("error_before", "error_after", "reference")
-    )
+    quality = SpanQuality()
     layers = []
     for result in results:
+        quality.add(result)
         valid = result.kept >= 0
         layers.append(
             LayerCache(
@@ -342,8 +341,8 @@ def compressed_of(n_tokens: int, results: Sequence[LayerResult], pass_s: float =
     return Compressed(
         n_tokens,
         layers,
-        error_before=(before / reference) ** 0.5 if reference else 0.0,
-        error_after=(after / reference) ** 0.5 if reference else 0.0,
+        error_before=quality.error_before,
+        error_after=quality.error_after,
         select_s=sum(result.select_s for result in results),
         regress_s=sum(result.regress_s for result in results),
         pass_s=pass_s,

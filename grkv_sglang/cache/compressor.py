@@ -195,10 +195,9 @@ class Compressor:
             raise CompressionError(
                 "incomplete", f"the probe passed {len(probe.queries)} of {self.num_layers} layers"
             )
-        work = Compression(self, source, profile, plan, new_slots, probe, protected)
+        work = Compression(self, source, profile, plan, new_slots, probe, protected, lora_id)
         if n_slots < n_candidates:
             work.chunks.extend(self._chunks(source, profile))
-        work.lora_id = lora_id
         work.probe_s = time.perf_counter() - started
         if work.chunks and work.chunks[0][0] == "questions":
             # As few tokens as the probe's: in the same step, so that a short span is still done in one.
@@ -356,14 +355,14 @@ class Compression:
         new_slots: Tensor,
         probe: _ProbeBackend,
         protected: Tensor | None,
+        lora_id: str | None,
     ) -> None:
         self.source, self.profile, self.plan, self.new_slots = source, profile, plan, new_slots
-        self.probe, self.protected = probe, protected
+        self.probe, self.protected, self.lora_id = probe, protected, lora_id
         self.chunks: deque[tuple[PassKind, PassChunk]] = deque()
         """Of passes, still to do."""
         self.results: defaultdict[PassKind, PassResults] = defaultdict(PassResults)
         """Of the passes that were begun: none where all tokens are kept."""
-        self.lora_id: str | None = None
         self.quality = SpanQuality()
         self.layers_done = 0
         self.copy_s = 0.0
@@ -414,56 +413,11 @@ class Compression:
         )
 
 
-class _ProbeBackend:
-    """Attention backend of one probe pass: attends to cached KV, writes none, keeps each layer's queries."""
+class _CachedAttention:
+    """Attention backend of a forward pass over a cached prefix: writes no KV."""
 
-    def __init__(self, pool: Any, source: SpanSource, plan: QueryPlan) -> None:
+    def __init__(self, pool: Any) -> None:
         self.token_to_kv_pool = pool
-        self.queries: dict[int, tuple[Tensor, float]] = {}
-        """Layer id -> queries [m, Hq, d] after RoPE, attention scale."""
-        device = source.slots.device
-        span_visible = (
-            torch.arange(source.num_candidates, device=device)[None, :] <= plan.positions.to(device)[:, None]
-        )
-        ancestors = torch.ones(
-            plan.positions.numel(), source.ancestor_slots.numel(), dtype=torch.bool, device=device
-        )
-        self._mask = torch.cat([ancestors, span_visible], dim=1)
-        self._slots = torch.cat([source.ancestor_slots, source.candidates])
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **unexpected: Any,
-    ) -> Tensor:
-        if unexpected:
-            raise CompressionError(
-                "unsupported_model", f"attention arguments {sorted(unexpected)} are not served"
-            )
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[self._slots]
-        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)[self._slots]
-        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        # A copy: the tensor is a view of the layer's whole QKV projection.
-        self.queries[layer.layer_id] = queries.clone(), layer.scaling
-        output = scaled_dot_product_attention(
-            queries.movedim(0, 1)[None], keys.movedim(0, 1)[None], values.movedim(0, 1)[None],
-            attn_mask=self._mask, scale=layer.scaling, enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
-        )  # fmt: skip
-        return output[0].movedim(0, 1).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
-
-
-class _PassBackend:
-    """Attention backend of one chunk of a pass: attends to cached KV and its own tokens, writes nothing."""
-
-    def __init__(self, pool: Any, source: SpanSource, results: PassResults, chunk: PassChunk) -> None:
-        self.token_to_kv_pool = pool
-        self._candidates, self._ancestors = source.candidates, source.ancestor_slots
-        self._results, self._chunk = results, chunk
 
     def forward(
         self,
@@ -481,11 +435,63 @@ class _PassBackend:
             )
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        output = self.attend(layer, queries, k, v, keys, values)
+        return output.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+
+    def attend(
+        self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """[m, Hq, dv] for queries [m, Hq, d] and their own k and v, over the pool's buffers of the layer."""
+        raise NotImplementedError
+
+
+class _ProbeBackend(_CachedAttention):
+    """Attention backend of one probe pass: attends to cached KV, writes none, keeps each layer's queries."""
+
+    def __init__(self, pool: Any, source: SpanSource, plan: QueryPlan) -> None:
+        super().__init__(pool)
+        self.queries: dict[int, tuple[Tensor, float]] = {}
+        """Layer id -> queries [m, Hq, d] after RoPE, attention scale."""
+        device = source.slots.device
+        span_visible = (
+            torch.arange(source.num_candidates, device=device)[None, :] <= plan.positions.to(device)[:, None]
+        )
+        ancestors = torch.ones(
+            plan.positions.numel(), source.ancestor_slots.numel(), dtype=torch.bool, device=device
+        )
+        self._mask = torch.cat([ancestors, span_visible], dim=1)
+        self._slots = torch.cat([source.ancestor_slots, source.candidates])
+
+    def attend(
+        self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        keys, values = keys[self._slots], values[self._slots]
+        # A copy: the tensor is a view of the layer's whole QKV projection.
+        self.queries[layer.layer_id] = queries.clone(), layer.scaling
+        output = scaled_dot_product_attention(
+            queries.movedim(0, 1)[None], keys.movedim(0, 1)[None], values.movedim(0, 1)[None],
+            attn_mask=self._mask, scale=layer.scaling, enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
+        )  # fmt: skip
+        return output[0].movedim(0, 1)
+
+
+class _PassBackend(_CachedAttention):
+    """Attention backend of one chunk of a pass: attends to cached KV and its own tokens, writes nothing."""
+
+    def __init__(self, pool: Any, source: SpanSource, results: PassResults, chunk: PassChunk) -> None:
+        super().__init__(pool)
+        self._candidates, self._ancestors = source.candidates, source.ancestor_slots
+        self._results, self._chunk = results, chunk
+
+    def attend(
+        self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
         ancestors = self._ancestors
         output = self._results.attend(
             layer.layer_id,
             self._chunk,
-            queries=q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            queries=queries,
             own_keys=k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             own_values=v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
             keys=keys[self._candidates],
@@ -493,7 +499,7 @@ class _PassBackend:
             ancestors=(keys[ancestors], values[ancestors]) if ancestors.numel() else None,
             scale=layer.scaling,
         )
-        return output.to(q.dtype).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        return output.to(queries.dtype)
 
 
 @contextlib.contextmanager

@@ -52,11 +52,9 @@ def cold_stretches(tree: SpanTree, min_tokens: int, markers: MessageMarkers | No
             top = top.parent
         if top.lock_ref > 0:  # in use: compressing it would free nothing
             continue
-        tokens = tree.path_tokens(node)
+        tokens = tree.path_tokens(leaf)  # and with them those of `node`, which lies on its path
         end = depth if shared else natural_end(tokens, depth, markers)
         end = end // tree.page_size * tree.page_size
         if end - facts.last_span_end < min_tokens:
             continue
-        yield ColdStretch(
-            tokens[:end], leaf.key.extra_key, leaf.key.cache_salt, shared, tree.path_tokens(leaf)
-        )
+        yield ColdStretch(tokens[:end], leaf.key.extra_key, leaf.key.cache_salt, shared, tokens)

@@ -160,8 +160,6 @@ class _Rows:
 
     @classmethod
     def concatenated(cls, parts: Sequence[_Rows]) -> _Rows:
-        if len(parts) == 1:
-            return parts[0]
         besides = [part.beside for part in parts if part.beside is not None]
         return cls(
             queries=torch.cat([part.queries for part in parts], dim=1),

@@ -215,24 +215,14 @@ _DEFAULT = Profile(
 # One repetition of the span more: about a prefill. Three ways to read it, because each finds tokens that the
 # others miss: the sum of the attention follows the text, the sum of its squares helps answers, its maximum
 # finds single facts.
-_BEST = Profile(
+_BEST = replace(
+    _DEFAULT,
     name="best",
     scorer="repetition_mass~repetition_energy~kvzip~question_mass~snapkv",
-    n_window=32,
-    fit_window=True,
     fit_strata=24,
     fit_repetition=24,
     fit_questions=24,
-    n_held_out=8,
-    rerotate=True,
     query_weight=6 / 104,
-    lambda_k=1e-2,
-    lambda_v=1e-2,
-    cap_k=0.025,
-    cap_v=0.1,
-    fixed_share=0.1,
-    guard=True,
-    cg_iterations=4,
 )
 
 # `default`'s selection with the selected tokens stored as they are.
