@@ -25,6 +25,7 @@ _FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
     "The river runs past the mill and the road follows it. "
 )
+_LEAST_BYTES = 30_000
 _MARK = "qzuserqz"
 _PLANTED = "access code"
 
@@ -96,8 +97,10 @@ class Chat:
         return self.encode(f"{self._next}{question.strip()}{self._footer}")
 
 
-def text_files(folders: Sequence[Path]) -> dict[Literal["prose", "code"], list[Path]]:
-    """Files of the folders by kind, sorted, at least 30,000 bytes each.
+def text_files(
+    folders: Sequence[Path], *, least_bytes: int = _LEAST_BYTES
+) -> dict[Literal["prose", "code"], list[Path]]:
+    """Files of the folders by kind, sorted, at least so many bytes each.
 
     Raises:
         ValueError: there are none.
@@ -105,15 +108,15 @@ def text_files(folders: Sequence[Path]) -> dict[Literal["prose", "code"], list[P
     found: dict[Literal["prose", "code"], list[Path]] = {"prose": [], "code": []}
     for folder in folders:
         for path in sorted(folder.iterdir()):
-            if path.is_file() and path.stat().st_size >= 30_000:
+            if path.is_file() and path.stat().st_size >= least_bytes:
                 if path.suffix in PROSE_SUFFIXES:
                     found["prose"].append(path)
                 elif path.suffix in CODE_SUFFIXES:
                     found["code"].append(path)
     if not any(found.values()):
         raise ValueError(
-            f"expected text or code files of 30,000 bytes or more in {', '.join(map(str, folders))}, "
-            "found none"
+            f"expected text or code files of {least_bytes:,} bytes or more in "
+            f"{', '.join(map(str, folders))}, found none"
         )
     return found
 
@@ -136,7 +139,8 @@ def build_cases(
         ValueError: the files do not hold that many excerpts of that length.
     """
     chat = Chat(tokenizer)
-    files = text_files(folders)
+    # An excerpt starts somewhere in what is left before its longest possible end, see `_document_case`.
+    files = text_files(folders, least_bytes=max(_LEAST_BYTES, 9 * (context_tokens + continuation_tokens)))
     kinds: list[Literal["prose", "code"]] = [
         kind for kind in ("prose", "code") for _ in range(2 if kind == "prose" else 1) if files[kind]
     ]

@@ -44,8 +44,8 @@ ABLATION = {
     "no fixed share": "default[fixed_share=0.0]",
     "16 iterations of the key step": "default[cg_iterations=16]",
     "fits the window only": "default[fit_questions=0]",
-    "fits the requests only": "default[fit_window=false]",
-    "fits 24 strata only": "default[fit_window=false;fit_questions=0;fit_strata=24]",
+    "fits the requests only": "default[fit_window=0]",
+    "fits 24 strata only": "default[fit_window=0;fit_questions=0;fit_strata=24]",
     "fits 24 strata too": "default[fit_strata=24]",
 }
 WIDE_PEERS = ("snapkv", "criticalkv", "expected_attention", "kvzip_even")

@@ -173,6 +173,17 @@ class _Rows:
             else None,
         )
 
+    def some(self, attention: Partial, chosen: Tensor) -> tuple[_Rows, Partial]:
+        """The queries `chosen` [m] bool, and their part of `attention`, which is that of all."""
+        index = chosen.repeat_interleave(self.queries.shape[1] // len(self.positions)).to(self.queries.device)
+
+        def of(partial: Partial) -> Partial:
+            return Partial(output=partial.output[:, index], lse=partial.lse[:, index])
+
+        beside = None if self.beside is None else of(self.beside)
+        positions = self.positions[chosen.to(self.positions.device)]
+        return _Rows(self.queries[:, index], positions, self.see_all, beside), of(attention)
+
 
 class _Layer:
     """The inputs as the mathematics wants them: float32, KV heads first."""
@@ -246,9 +257,13 @@ class _Layer:
         parts: list[tuple[_Rows, Partial]] = []
         wanted: dict[QueryKind, Tensor] = {"window": plan.fit_window, "strata": plan.fit_strata}
         for kind, chosen in wanted.items():
-            if kind in scored and torch.equal(chosen, plan.scoring(kind)):
-                parts.append(scored[kind])
-            elif chosen.any():
+            if not chosen.any():
+                continue
+            if kind in scored and not (chosen & ~plan.scoring(kind)).any():
+                among = chosen[plan.scoring(kind)]
+                rows, attention = scored[kind]
+                parts.append((rows, attention) if among.all() else rows.some(attention, among))
+            else:
                 rows = self.rows(chosen, kind)
                 parts.append((rows, self.attend(rows)))
         for pass_kind, count in self._profile.fitted_of_passes.items():

@@ -19,10 +19,11 @@ class Profile:
     Attributes:
         name: shown in reports.
         scorer: name of the selection method (`grkv_sglang.core.selection.scorer_names`).
-        n_window: the last positions of the span; they are always kept and never changed. Their queries are
-            what window methods select by.
+        n_window: the last positions of the span, which are always kept and never changed.
+        window_queries: number of last positions whose queries window methods select by; None: `n_window`.
         n_strata: number of strata whose middle queries strata methods select by.
-        fit_window: the regression fits the window's queries.
+        fit_window: number of these queries that the regression fits, evenly spaced; all where there are
+            fewer.
         fit_strata: number of strata whose middle queries the regression fits.
         fit_repetition: number of queries that the regression fits out of the repetition of the span, evenly
             spaced (free where the selection repeats the span anyhow, else it costs that pass).
@@ -65,7 +66,9 @@ class Profile:
     cap_v: float | None
     fixed_share: float
     n_strata: int = 0
-    fit_window: bool = False
+    window_tokens: int | None = None
+    window_queries: int | None = None
+    fit_window: int = 0
     fit_strata: int = 0
     fit_repetition: int = 0
     fit_questions: int = 0
@@ -86,8 +89,16 @@ class Profile:
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"profile {self.name!r}: expected a finite {field.name}, got {value}")
         scorer = get_scorer(self.scorer)
-        self._at_least("n_window", 1 if "window" in scorer.queries or self.fit_window else 0)
+        self._at_least("n_window", 0)
+        least = 1 if "window" in scorer.queries or self.fit_window else 0
+        if self.window_tokens is None:
+            self._at_least("n_window", least)
+        else:
+            self._at_least("window_tokens", least)
+        if self.window_queries is not None:
+            self._at_least("window_queries", 1)
         self._at_least("n_strata", 1 if "strata" in scorer.queries else 0)
+        self._at_least("fit_window", 0)
         self._at_least("fit_strata", 0)
         self._at_least("fit_questions", 0)
         if self.repetition_reach_tokens is not None:
@@ -160,7 +171,7 @@ _PAPER = Profile(
     name="paper",
     scorer="snapkv",
     n_window=32,
-    fit_window=True,
+    fit_window=32,
     n_held_out=16,
     rerotate=True,
     query_weight=1.0,
@@ -198,7 +209,7 @@ _DEFAULT = Profile(
     name="default",
     scorer="question_mass~snapkv",
     n_window=32,
-    fit_window=True,
+    fit_window=32,
     fit_questions=12,
     n_held_out=8,
     rerotate=True,

@@ -48,15 +48,16 @@ def queries_needed(profile: Profile) -> int:
     n_strata = counts.score_strata
     if counts.fit_strata != n_strata:
         n_strata += counts.fit_strata
-    return max(counts.score_window, counts.fit_window) + n_strata + profile.n_held_out
+    return counts.window_tokens + n_strata + profile.n_held_out
 
 
 def plan_queries(n_tokens: int, profile: Profile, *, first: int = 0) -> QueryPlan:
     """Choose the query positions for a span.
 
-    A window is the last `n_window` positions; strata are the midpoints of equal strata. Held-out queries are
-    midpoints of `n_held_out` strata of their own; one that falls on a position already taken moves to the
-    nearest free one (the earlier of two equally near).
+    Window queries are evenly spaced over the span's last `window_tokens` positions, the last one always among
+    them; strata are the midpoints of equal strata. Held-out queries are midpoints of `n_held_out` strata of
+    their own; one that falls on a position already taken moves to the nearest free one (the earlier of two
+    equally near).
 
     Window and strata may share positions in a short span: the query is then used for both.
 
@@ -80,7 +81,7 @@ def plan_queries(n_tokens: int, profile: Profile, *, first: int = 0) -> QueryPla
     counts = _Counts.of(profile)
 
     def window(count: int) -> set[int]:
-        return set(range(n_tokens - count, n_tokens))
+        return {n_tokens - 1 - i * counts.window_tokens // count for i in range(count)}
 
     def strata(count: int) -> set[int]:
         return {first + midpoint for midpoint in stratum_midpoints(n_tokens - first, count)}
@@ -109,8 +110,9 @@ def plan_queries(n_tokens: int, profile: Profile, *, first: int = 0) -> QueryPla
 
 @dataclass(frozen=True)
 class _Counts:
-    """How many probed queries each use takes."""
+    """How many probed queries each use takes; those of the window out of the last `window_tokens`."""
 
+    window_tokens: int
     score_window: int
     score_strata: int
     fit_window: int
@@ -119,10 +121,15 @@ class _Counts:
     @classmethod
     def of(cls, profile: Profile) -> _Counts:
         kinds = get_scorer(profile.scorer).queries
+        last = profile.n_window if profile.window_tokens is None else profile.window_tokens
+        n_queries = last if profile.window_queries is None else min(profile.window_queries, last)
+        score_window = n_queries if "window" in kinds else 0
+        fit_window = min(profile.fit_window, n_queries) if profile.regresses else 0
         return cls(
-            score_window=profile.n_window if "window" in kinds else 0,
+            window_tokens=last if score_window or fit_window else 0,
+            score_window=score_window,
             score_strata=profile.n_strata if "strata" in kinds else 0,
-            fit_window=profile.n_window if profile.regresses and profile.fit_window else 0,
+            fit_window=fit_window,
             fit_strata=profile.fit_strata if profile.regresses else 0,
         )
 

@@ -85,7 +85,7 @@ def profile_for(name: str, n: int) -> Profile:
         n_window=WINDOW if window else 0,
         sinks=0 if window else N_SINKS,
         n_strata=n - N_SINKS,
-        fit_window=False,
+        fit_window=0,
         n_held_out=1,
         pool_kernel=RECORDED["kernel"],
         rerotate=True,

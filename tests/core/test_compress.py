@@ -61,7 +61,7 @@ SMALL["mixture"] = replace(
     SMALL["release"],
     scorer="snapkv+kvzip+stratified_value",
     n_strata=6,
-    fit_window=True,
+    fit_window=32,
     fit_strata=4,
     fit_repetition=7,
 )
@@ -412,9 +412,11 @@ def test_what_a_selection_method_sees(
 RIDGE = {
     **{name: SMALL[name] for name in ("paper", "release", "causal", "mixture", "ragged")},
     "strata": replace(SMALL["release"], scorer="stratified_value", n_strata=9),
-    "repetition": replace(SMALL["paper"], fit_window=False, fit_repetition=8),
+    "repetition": replace(SMALL["paper"], fit_window=0, fit_repetition=8),
+    "some of the window": replace(SMALL["paper"], fit_window=2),
+    "some of a window unseen": replace(SMALL["release"], fit_window=3),
     "window and repetition": replace(SMALL["paper"], fit_repetition=3),
-    "both passes": replace(SMALL["paper"], fit_window=False, fit_repetition=4, fit_questions=5),
+    "both passes": replace(SMALL["paper"], fit_window=0, fit_repetition=4, fit_questions=5),
 }
 
 

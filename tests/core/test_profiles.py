@@ -15,13 +15,13 @@ def test_built_ins_are_found_by_their_own_name() -> None:
 
 def test_published_settings() -> None:
     paper = get_profile("paper")
-    assert (paper.scorer, paper.fit_window, paper.fit_strata, paper.fit_repetition) == ("snapkv", True, 0, 0)
+    assert (paper.scorer, paper.fit_window, paper.fit_strata, paper.fit_repetition) == ("snapkv", 32, 0, 0)
     assert (paper.n_window, paper.query_weight) == (32, 1.0)
     assert (paper.lambda_k, paper.lambda_v, paper.cap_k, paper.cap_v) == (1e-2, 1e-2, None, None)
     assert (paper.fixed_share, paper.steps, paper.guard) == (0.1, 1, False)
 
     release = get_profile("release")
-    assert (release.scorer, release.fit_window, release.fit_repetition) == ("criticalkv", False, 0)
+    assert (release.scorer, release.fit_window, release.fit_repetition) == ("criticalkv", 0, 0)
     assert (release.fit_strata, release.rerotate, release.query_weight) == (32, True, 6 / 32)
     assert (release.lambda_k, release.lambda_v, release.cap_k, release.cap_v) == (1e-2, 1e-2, 0.025, 0.1)
     assert (release.fixed_share, release.steps, release.guard) == (0.1, 1, True)
@@ -55,11 +55,12 @@ def test_unknown_name_lists_the_valid_ones() -> None:
         ({"scorer": "snap"}, "snapkv"),
         ({"scorer": "kvzip+"}, "snapkv"),
         ({"scorer": "stratified", "n_strata": 0}, "n_strata >= 1"),
+        ({"fit_window": -1}, "fit_window >= 0"),
         ({"fit_strata": -1}, "fit_strata >= 0"),
         ({"fit_repetition": -1}, "fit_repetition >= 0"),
         ({"fit_questions": -1}, "fit_questions >= 0"),
         (
-            {"fit_window": False, "fit_strata": 0, "fit_repetition": 0, "fit_questions": 0},
+            {"fit_window": 0, "fit_strata": 0, "fit_repetition": 0, "fit_questions": 0},
             "needs queries to fit: .* fit_strata, fit_repetition or fit_questions",
         ),
         ({"repetition_reach_tokens": -1}, "repetition_reach_tokens >= 0"),
@@ -68,7 +69,7 @@ def test_unknown_name_lists_the_valid_ones() -> None:
         ({"guard_share": math.nan}, "finite guard_share"),
         ({"sinks": -1}, "sinks >= 0"),
         ({"n_window": 0}, "n_window >= 1"),
-        ({"n_window": -1, "scorer": "kvzip", "fit_window": False}, "n_window >= 0"),
+        ({"n_window": -1, "scorer": "kvzip", "fit_window": 0}, "n_window >= 0"),
     ],
 )
 def test_validation(change: dict[str, object], message: str) -> None:
@@ -79,7 +80,7 @@ def test_validation(change: dict[str, object], message: str) -> None:
 def test_a_window_of_no_tokens_is_fine_where_no_query_comes_from_it() -> None:
     without = replace(get_profile("release"), scorer="kvzip", n_window=0)
     assert (without.n_window, without.n_strata) == (0, 0)
-    for change in ({"scorer": "snapkv"}, {"scorer": "kvzip+snapkv"}, {"fit_window": True}):
+    for change in ({"scorer": "snapkv"}, {"scorer": "kvzip+snapkv"}, {"fit_window": 1}):
         with pytest.raises(ValueError, match="n_window >= 1"):
             replace(without, **change)
     with pytest.raises(ValueError, match="n_strata >= 1"):

@@ -33,7 +33,7 @@ def test_strata_are_midpoints() -> None:
 
 def test_scoring_and_fitting_may_take_different_strata() -> None:
     profile = replace(
-        get_profile("default"), scorer="stratified", n_strata=5, fit_strata=2, fit_window=False, n_held_out=1
+        get_profile("default"), scorer="stratified", n_strata=5, fit_strata=2, fit_window=0, n_held_out=1
     )
     plan = plan_queries(100, profile)
     assert plan.positions[plan.score_strata].tolist() == [10, 30, 50, 70, 90]
@@ -48,7 +48,7 @@ def test_a_mixture_of_fitted_queries() -> None:
     profile = replace(
         get_profile("paper"),
         n_window=3,
-        fit_window=True,
+        fit_window=3,
         fit_strata=2,
         fit_repetition=7,
         fit_questions=5,
@@ -125,8 +125,7 @@ def test_a_held_out_query_does_not_move_before_the_first() -> None:
 @settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(["snapkv", "stratified_value", "kvzip", "snapkv+stratified", "expected_attention+h2o"]),
-    st.booleans(),
-    st.integers(1, 9),
+    st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))),
     st.integers(1, 9),
     st.integers(0, 9),
     st.integers(1, 9),
@@ -135,14 +134,14 @@ def test_a_held_out_query_does_not_move_before_the_first() -> None:
 )
 def test_any_plan(
     scorer: str,
-    fit_window: bool,
-    n_window: int,
+    window: tuple[int, int],
     n_strata: int,
     fit_strata: int,
     n_held_out: int,
     beyond: int,
     first: int,
 ) -> None:
+    n_window, fit_window = window
     profile = replace(
         get_profile("paper"),
         scorer=scorer,
@@ -151,7 +150,7 @@ def test_any_plan(
         fit_window=fit_window,
         fit_strata=fit_strata,
         n_held_out=n_held_out,
-        value_step=fit_window or fit_strata > 0,
+        value_step=fit_window + fit_strata > 0,
         key_step=False,
     )
     n_tokens = queries_needed(profile) + beyond
@@ -170,11 +169,10 @@ def test_any_plan(
     assert not (plan.held_out & used).any()
     assert (plan.held_out | used).all()
     assert int(plan.held_out.sum()) == n_held_out
-    for mask, count in (
-        (plan.score_window, n_window if "snapkv" in scorer else 0),
-        (plan.fit_window, n_window if fit_window else 0),
-    ):
-        assert positions[mask].tolist() == list(range(n_tokens - count, n_tokens))
+    in_window = n_window if "snapkv" in scorer else 0
+    assert positions[plan.score_window].tolist() == list(range(n_tokens - in_window, n_tokens))
+    fitted = positions[plan.fit_window] - (n_tokens - n_window)
+    assert fitted.tolist() == sorted(n_window - 1 - i * n_window // fit_window for i in range(fit_window))
     sees_strata = "stratified" in scorer or "expected" in scorer
     for mask, count in (
         (plan.score_strata, n_strata if sees_strata else 0),

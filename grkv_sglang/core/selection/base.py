@@ -85,7 +85,7 @@ class ScoringContext:
             does not offer it. Set by methods with `needs_output_projection` only.
         rotary: the model's rotary table, or None.
         scale: factor on the logits.
-        n_window: length of the observation window at the end of the span, which is always kept.
+        n_window: how many tokens at the end of the span are always kept.
         n_sinks: how many of the span's first tokens are attention sinks, which are always kept.
         pool_kernel: odd width of the average pool that smooths scores along the tokens.
         layer, n_layers: which layer this is, and of how many.
