@@ -53,7 +53,7 @@ def main(
         ),
     ] = "default,copy,best,paper,release",
     documents: Annotated[int, typer.Option(help="Excerpts: two of prose, one of code, and so on.")] = 12,
-    filler: Annotated[int, typer.Option(help="Documents of filler that hold nothing but four facts.")] = 6,
+    filler: Annotated[int, typer.Option(help="Documents of filler that hold nothing but one fact.")] = 12,
     questions: Annotated[int, typer.Option(help="Per excerpt, at most 6.")] = 6,
     answer_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 40,
     facts: Annotated[int, typer.Option(help="Planted per excerpt.")] = 2,

@@ -201,14 +201,17 @@ _RELEASE = Profile(
     guard=True,
 )
 
-# No pass over the span: the window's queries and two short requests behind the span score and fit, so that
-# hardly anything else has to be computed. What each part adds is measured in docs/quality.md. The weights add
-# up to about `release`'s 6, which keeps its balance between loss and ridge; 4 iterations of the key step did
-# as well as 16.
+# No pass over the span: queries of its end and two short requests behind it score and fit, so that hardly
+# anything else has to be computed. Every other one of the last 128 queries, because text that repeats itself
+# is copied from places that the last 32 do not look at. What each part adds is measured in docs/quality.md.
+# The weights add up to about `release`'s 6, which keeps its balance between loss and ridge; 4 iterations of
+# the key step did as well as 16.
 _DEFAULT = Profile(
     name="default",
     scorer="question_mass~snapkv",
     n_window=32,
+    window_tokens=128,
+    window_queries=64,
     fit_window=32,
     fit_questions=12,
     n_held_out=8,
@@ -234,6 +237,7 @@ _BEST = replace(
     fit_repetition=24,
     fit_questions=24,
     query_weight=6 / 104,
+    repetition_reach_tokens=128,
 )
 
 # `default`'s selection with the selected tokens stored as they are.

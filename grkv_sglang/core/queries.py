@@ -43,21 +43,18 @@ def stratum_midpoints(n_tokens: int, n_strata: int) -> list[int]:
 
 
 def queries_needed(profile: Profile) -> int:
-    """The shortest span, in tokens, whose positions hold the profile's queries without sharing."""
-    counts = _Counts.of(profile)
-    n_strata = counts.score_strata
-    if counts.fit_strata != n_strata:
-        n_strata += counts.fit_strata
-    return counts.window_tokens + n_strata + profile.n_held_out
+    """The shortest span, in tokens, whose positions hold the profile's queries without sharing: with queries
+    of a window of `n_window` tokens, to which a longer `window_tokens` gives way."""
+    return _Counts.of(profile).needed
 
 
 def plan_queries(n_tokens: int, profile: Profile, *, first: int = 0) -> QueryPlan:
     """Choose the query positions for a span.
 
-    Window queries are evenly spaced over the span's last `window_tokens` positions, the last one always among
-    them; strata are the midpoints of equal strata. Held-out queries are midpoints of `n_held_out` strata of
-    their own; one that falls on a position already taken moves to the nearest free one (the earlier of two
-    equally near).
+    Window queries are evenly spaced over the span's last `window_tokens` positions (fewer in a span that has
+    no room for them beside the other queries), the last one always among them; strata are the midpoints of
+    equal strata. Held-out queries are midpoints of `n_held_out` strata of their own; one that falls on a
+    position already taken moves to the nearest free one (the earlier of two equally near).
 
     Window and strata may share positions in a short span: the query is then used for both.
 
@@ -78,7 +75,7 @@ def plan_queries(n_tokens: int, profile: Profile, *, first: int = 0) -> QueryPla
             f"expected a span of at least {needed} tokens to hold the queries of profile {profile.name!r}, "
             f"got {n_tokens - first}"
         )
-    counts = _Counts.of(profile)
+    counts = _Counts.of(profile, room=n_tokens - first)
 
     def window(count: int) -> set[int]:
         return {n_tokens - 1 - i * counts.window_tokens // count for i in range(count)}
@@ -117,21 +114,40 @@ class _Counts:
     score_strata: int
     fit_window: int
     fit_strata: int
+    n_held_out: int
 
     @classmethod
-    def of(cls, profile: Profile) -> _Counts:
+    def of(cls, profile: Profile, room: int = 0) -> _Counts:
+        """For a span with `room` positions, or the least that it may have."""
         kinds = get_scorer(profile.scorer).queries
-        last = profile.n_window if profile.window_tokens is None else profile.window_tokens
-        n_queries = last if profile.window_queries is None else min(profile.window_queries, last)
+        score_strata = profile.n_strata if "strata" in kinds else 0
+        fit_strata = profile.fit_strata if profile.regresses else 0
+        beside = _distinct(score_strata, fit_strata) + profile.n_held_out
+        longest = profile.n_window if profile.window_tokens is None else profile.window_tokens
+        window_tokens = min(longest, max(profile.n_window, 1, room - beside))
+        n_queries = window_tokens
+        if profile.window_queries is not None:
+            n_queries = min(profile.window_queries, window_tokens)
         score_window = n_queries if "window" in kinds else 0
         fit_window = min(profile.fit_window, n_queries) if profile.regresses else 0
         return cls(
-            window_tokens=last if score_window or fit_window else 0,
+            window_tokens=window_tokens if score_window or fit_window else 0,
             score_window=score_window,
-            score_strata=profile.n_strata if "strata" in kinds else 0,
+            score_strata=score_strata,
             fit_window=fit_window,
-            fit_strata=profile.fit_strata if profile.regresses else 0,
+            fit_strata=fit_strata,
+            n_held_out=profile.n_held_out,
         )
+
+    @property
+    def needed(self) -> int:
+        """Positions that hold all without sharing."""
+        return self.window_tokens + _distinct(self.score_strata, self.fit_strata) + self.n_held_out
+
+
+def _distinct(score_strata: int, fit_strata: int) -> int:
+    """The same number of strata is the same queries."""
+    return score_strata + (fit_strata if fit_strata != score_strata else 0)
 
 
 def _nearest_free(wanted: int, taken: set[int], allowed: range) -> int:

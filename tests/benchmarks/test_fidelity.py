@@ -171,7 +171,7 @@ class TestCases:
             text = tokenizer.decode(case.context)
             sentences = planted(text)
             assert len(sentences) == len(case.facts) == len(case.fact_depths)
-            assert len(sentences) == (4 if case.kind == "filler" else 3)
+            assert len(sentences) == (1 if case.kind == "filler" else 3)
             assert case.fact_depths == sorted(case.fact_depths)
             assert all(0 <= depth < 1 for depth in case.fact_depths)
             header = len(tokenizer.decode(Chat(tokenizer).header))
@@ -185,24 +185,21 @@ class TestCases:
                 place_in_text = (text.index(sentence) - header) / (len(text) - header)
                 assert depth == pytest.approx(place_in_text, abs=0.05 if case.kind == "filler" else 1e-3)
 
-    def test_filler_holds_nothing_but_four_facts(self, texts: Path):
+    def test_filler_holds_nothing_but_one_fact(self, texts: Path):
         tokenizer = ChatWords()
-        for case in cases_of([texts], documents=0, filler_documents=3, tokenizer=tokenizer):
+        cases = cases_of([texts], documents=0, filler_documents=6, tokenizer=tokenizer)
+        assert len({case.fact_depths[0] for case in cases}) > 1
+        for case in cases:
             assert case.kind == "filler"
             text = tokenizer.decode(case.context)
-            sentences = planted(text)
-            assert len(set(sentences)) == text.count("access code") == 4
-            rest = text.removeprefix("<system>Be kind.</><user>")
-            for sentence in sentences:
-                rest = rest.replace(f"{sentence} ", "")
+            (sentence,) = planted(text)
+            assert text.count("access code") == 1
+            rest = text.removeprefix("<system>Be kind.</><user>").replace(f"{sentence} ", "")
             unit = (
                 "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
                 "The river runs past the mill and the road follows it. "
             )
             assert (unit * 100).startswith(rest)
-            # One in each quarter, in whole units.
-            for quarter, depth in enumerate(case.fact_depths):
-                assert quarter / 4 - 1 / 9 <= depth < (quarter + 1) / 4
 
     def test_the_continuation_follows_the_context(self, texts: Path):
         tokenizer = ChatWords()
@@ -218,7 +215,7 @@ class TestCases:
             cases_of([tmp_path / "nowhere"])
         with pytest.raises(ValueError, match=f"text or code files of 30,000 bytes or more in {tmp_path}"):
             cases_of([tmp_path])
-        with pytest.raises(ValueError, match=r"to hold more than 100000 tokens"):
+        with pytest.raises(ValueError, match=r"files of 900,540 bytes or more"):
             cases_of([texts], context_tokens=100_000)
 
     @pytest.mark.parametrize("character", [" ", "x"])
@@ -229,8 +226,8 @@ class TestCases:
             cases_of([tmp_path], documents=1, filler_documents=0, facts_per_document=0)
 
     def test_contexts_too_short_for_their_facts(self, texts: Path):
-        with pytest.raises(ValueError, match="a context that holds 4 facts between filler, got one of 150"):
-            cases_of([texts], documents=0, context_tokens=150)
+        with pytest.raises(ValueError, match="a context that holds a fact between filler, got one of 50"):
+            cases_of([texts], documents=0, context_tokens=50)
         with pytest.raises(ValueError, match="a context that holds 12 facts, got one of 200 tokens"):
             cases_of([texts], documents=1, context_tokens=200, facts_per_document=12)
 

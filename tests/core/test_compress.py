@@ -45,6 +45,8 @@ def small(profile: Profile) -> Profile:
     return replace(
         profile,
         n_window=5,
+        window_tokens=10 if profile.window_tokens else None,
+        window_queries=5 if profile.window_queries else None,
         n_strata=9 if profile.n_strata else 0,
         fit_strata=9 if profile.fit_strata else 0,
         fit_repetition=9 if profile.fit_repetition else 0,

@@ -68,7 +68,10 @@ def test_unknown_name_lists_the_valid_ones() -> None:
         ({"guard_share": 0.51}, "guard_share between 0 and 0.5, got 0.51"),
         ({"guard_share": math.nan}, "finite guard_share"),
         ({"sinks": -1}, "sinks >= 0"),
-        ({"n_window": 0}, "n_window >= 1"),
+        ({"n_window": 0, "window_tokens": None}, "n_window >= 1"),
+        ({"n_window": -1}, "n_window >= 0"),
+        ({"window_tokens": 0}, "window_tokens >= 1"),
+        ({"window_queries": 0}, "window_queries >= 1"),
         ({"n_window": -1, "scorer": "kvzip", "fit_window": 0}, "n_window >= 0"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_method_without_queries_needs_none() -> None:
 
 def test_a_combination_scores_with_the_queries_of_its_parts() -> None:
     profile = replace(
-        get_profile("copy"), scorer="snapkv+h2o+stratified", n_window=2, n_strata=2, n_held_out=1
+        get_profile("paper"), scorer="snapkv+h2o+stratified", n_window=2, n_strata=2, n_held_out=1
     )
     plan = plan_queries(40, profile)
     assert plan.positions[plan.score_window].tolist() == [38, 39]
@@ -206,9 +206,9 @@ def test_a_first_position_before_the_span_is_refused() -> None:
 
 def test_every_profile_plans_a_usual_span() -> None:
     assert {name: len(plan_queries(4000, get_profile(name)).positions) for name in profile_names()} == {
-        "default": 40,
-        "best": 64,
+        "default": 72,
+        "best": 96,
         "paper": 48,
         "release": 80,
-        "copy": 40,
+        "copy": 72,
     }
