@@ -63,6 +63,7 @@ def ask_about(
         error_after=last.error_after,
         compress_s=sum(s.compress_s for s in spans),
         probe_s=sum(s.probe_s for s in spans),
+        pass_s=sum(s.pass_s for s in spans),
         select_s=sum(s.select_s for s in spans),
         regress_s=sum(s.regress_s for s in spans),
         copy_s=sum(s.copy_s for s in spans),

@@ -53,6 +53,7 @@ class SpanRecord(_Record):
     error_after: float | None
     compress_s: float
     probe_s: float
+    pass_s: float
     select_s: float
     regress_s: float
     copy_s: float

@@ -48,6 +48,7 @@ class SpanState(BaseModel):
     error_after: float | None
     hits: int
     probe_s: float
+    pass_s: float
     select_s: float
     regress_s: float
     copy_s: float
