@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -630,6 +630,16 @@ def test_share_sum() -> None:
     for broken in ("kvzip~", "~kvzip", "kvzip~~snapkv"):
         with pytest.raises(ValueError, match="got ''"):
             get_scorer(broken)
+
+
+@pytest.mark.parametrize(("separator", "scaled"), [("+", ranks), ("~", shares)])
+def test_a_method_named_twice_counts_twice(separator: str, scaled: Callable[[Tensor], Tensor]) -> None:
+    ctx = context(2, 3, 13)
+    one, other = get_scorer("snapkv"), get_scorer("kvzip")
+    combined = get_scorer(separator.join(("snapkv", "kvzip", "snapkv")))
+    expected = 2 * scaled(one.score(ctx)) + scaled(other.score(ctx))
+    torch.testing.assert_close(combined.score(ctx), expected)
+    assert combined.name == separator.join(("snapkv", "kvzip", "snapkv"))
 
 
 def test_a_share_keeps_what_one_method_finds_far_above_all_else() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ class RankSum(Scorer):
     """The sum of other methods' scores, each replaced by its rank among the tokens of its head: "a+b".
 
     Scores of different kinds (a mean, a maximum, a product with a norm) have no common scale; their ranks do.
+    A method that is named twice counts twice.
     Ties share no rank: the earlier token of two equal ones ranks lower. Selects by the sum alone, with even
     budgets.
 
@@ -28,7 +30,9 @@ class RankSum(Scorer):
     separator = "+"
 
     def __init__(self, parts: Sequence[Scorer]) -> None:
-        self.parts = tuple(parts)
+        weights = Counter(part.name for part in parts)
+        self.parts = tuple({part.name: part for part in parts}.values())
+        self.weights = tuple(weights[part.name] for part in self.parts)
         for part in self.parts:
             reason = _why_not_in_a_sum(part)
             if reason is not None:
@@ -42,7 +46,11 @@ class RankSum(Scorer):
         self.needs_output_projection = any(part.needs_output_projection for part in parts)
 
     def score(self, ctx: ScoringContext) -> Tensor:
-        return torch.stack([ranks(part.score(ctx)) for part in self.parts]).sum(dim=0)
+        return self._sum(ctx, ranks)
+
+    def _sum(self, ctx: ScoringContext, scaled: Callable[[Tensor], Tensor]) -> Tensor:
+        weighted = zip(self.weights, self.parts, strict=True)
+        return torch.stack([scaled(part.score(ctx)) * weight for weight, part in weighted]).sum(dim=0)
 
 
 def _why_not_in_a_sum(part: Scorer) -> str | None:
@@ -63,7 +71,7 @@ class ShareSum(RankSum):
     separator = "~"
 
     def score(self, ctx: ScoringContext) -> Tensor:
-        return torch.stack([shares(part.score(ctx)) for part in self.parts]).sum(dim=0)
+        return self._sum(ctx, shares)
 
 
 def shares(scores: Tensor) -> Tensor:
