@@ -17,8 +17,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 RADIX_BACKEND = "grkv"
-ATTENTION_BACKEND = "grkv_torch"
-"""The names under which SGLang knows the two backends."""
+"""The name under which SGLang knows the radix cache."""
+
+TORCH_ATTENTION = "grkv_torch"
+TRITON_ATTENTION = "grkv_triton"
+FLASHINFER_ATTENTION = "grkv_flashinfer"
+ATTENTION_BACKENDS = {
+    "torch_native": TORCH_ATTENTION,
+    "triton": TRITON_ATTENTION,
+    "flashinfer": FLASHINFER_ATTENTION,
+}
+"""SGLang's attention backends that have a subclass here, and the name under which SGLang knows it."""
 
 ENV_PREFIX = "GRKV_"
 CONFIG_FILE_ENV = "GRKV_CONFIG_FILE"

@@ -10,7 +10,10 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from grkv_sglang.config import FLASHINFER_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION
 
 TESTED_SGLANG = "0.5.23"
 
@@ -45,6 +48,8 @@ HOOK_WEIGHTS = (
     "SchedulerWeightUpdaterManager.record_weight_version_after_update"
 )
 HOOK_TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager.__init__"
+HOOK_DEFAULT_ATTENTION = f"{_SRT}.arg_groups.model_override_base.get_default_attn_backend"
+HOOK_FORWARD_BATCH = f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new"
 HOOKS = (
     HOOK_INTERNAL_STATE,
     HOOK_ON_IDLE,
@@ -53,6 +58,8 @@ HOOKS = (
     HOOK_COMMAND,
     HOOK_WEIGHTS,
     HOOK_TOKENIZER,
+    HOOK_DEFAULT_ATTENTION,
+    HOOK_FORWARD_BATCH,
 )
 
 HOST_SYMBOLS: tuple[HostSymbol, ...] = (
@@ -66,6 +73,12 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     HostSymbol(HOOK_COMMAND, ("self", "recv_req"), "plugin: an operator's commands reach the cache"),
     HostSymbol(HOOK_WEIGHTS, ("self", "weight_version"), "plugin: spans of older weights are not served"),
     HostSymbol(HOOK_TOKENIZER, ("self", "server_args"), "plugin: HTTP routes for operators"),
+    HostSymbol(
+        HOOK_DEFAULT_ATTENTION,
+        ("server_args", "use_mla_backend", "model_config"),
+        "plugin: the attention backend where none was named",
+    ),
+    HostSymbol(HOOK_FORWARD_BATCH, ("batch", "model_runner"), "plugin: gaps on the host"),
     HostSymbol(f"{_SRT}.utils.auth.auth_level", ("level",), "admin: the routes' protection"),
     HostSymbol(HOOK_REQUEST_LEVEL, ("self", "key"), "plugin: meta_info['grkv'] is one value per request"),
     HostSymbol(f"{_SRT}.managers.scheduler.Scheduler.is_fully_idle", ("self",), "plugin: census"),
@@ -107,27 +120,6 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     HostSymbol(f"{_SRT}.mem_cache.common.evict_from_tree_cache", ("tree_cache", "num_tokens"), "cache"),
     HostSymbol(f"{_SRT}.mem_cache.allocation.alloc_for_extend", ("batch",), "calls maybe_hand_to_session"),
     HostSymbol(
-        f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
-        (
-            "self",
-            "query",
-            "output",
-            "k_cache",
-            "v_cache",
-            "req_to_token",
-            "req_pool_indices",
-            "seq_lens",
-            "extend_prefix_lens",
-            "extend_seq_lens",
-        ),
-        "attention.torch_backend: override",
-    ),
-    HostSymbol(
-        f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
-        ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens"),
-        "attention.torch_backend: override",
-    ),
-    HostSymbol(
         f"{_SRT}.layers.radix_attention.RadixAttention.forward",
         ("self", "q", "k", "v", "forward_batch", "save_kv_cache"),
         "cache.compressor: the probe's attention",
@@ -145,13 +137,125 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
     ),
 )
 
+_ATTENTION = f"{_SRT}.layers.attention"
+_TORCH = f"{_ATTENTION}.torch_native_backend.TorchNativeAttnBackend"
+_TRITON = f"{_ATTENTION}.triton_backend.TritonAttnBackend"
+_FLASHINFER = f"{_ATTENTION}.flashinfer_backend"
+
+_PACK_READ_STREAM = HostSymbol(
+    f"{_SRT}.mem_cache.kv_index_translator.KVIndexTranslator.pack_read_stream",
+    ("self", "plan", "req_pool_indices", "seq_lens", "indptr", "out", "kv_start_idx"),
+    "attention: gathers slots from a first column on",
+)
+
+ATTENTION_SYMBOLS: dict[str, tuple[HostSymbol, ...]] = {
+    TORCH_ATTENTION: (
+        HostSymbol(f"{_TORCH}.__init__", ("self", "model_runner"), "attention.torch_backend: super"),
+        HostSymbol(
+            f"{_TORCH}.init_forward_metadata",
+            ("self", "forward_batch"),
+            "attention.torch_backend: override, super",
+        ),
+        HostSymbol(
+            f"{_TORCH}._run_sdpa_forward_extend",
+            (
+                "self",
+                "query",
+                "output",
+                "k_cache",
+                "v_cache",
+                "req_to_token",
+                "req_pool_indices",
+                "seq_lens",
+                "extend_prefix_lens",
+                "extend_seq_lens",
+            ),
+            "attention.torch_backend: override",
+        ),
+        HostSymbol(
+            f"{_TORCH}._run_sdpa_forward_decode",
+            ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens"),
+            "attention.torch_backend: override",
+        ),
+    ),
+    TRITON_ATTENTION: (
+        HostSymbol(f"{_TRITON}.__init__", ("self", "model_runner"), "attention.triton_backend: super"),
+        HostSymbol(
+            f"{_TRITON}._fill_kv_indptr_and_indices",
+            ("self", "plan", "bs", "seq_lens", "req_pool_indices", "kv_indices", "kv_indptr"),
+            "attention.triton_backend: override",
+        ),
+        HostSymbol(
+            f"{_TRITON}.get_num_kv_splits",
+            ("self", "num_kv_splits", "seq_lens", "uneven_batch"),
+            "attention.triton_backend: override, super",
+        ),
+        _PACK_READ_STREAM,
+    ),
+    FLASHINFER_ATTENTION: (
+        HostSymbol(
+            f"{_FLASHINFER}.FlashInferAttnBackend.__init__",
+            ("self", "model_runner", "init_new_workspace"),
+            "attention.flashinfer_backend: super",
+        ),
+        HostSymbol(
+            f"{_FLASHINFER}.FlashInferAttnBackend._check_kv_attention_access",
+            ("self", "phase", "access"),
+            "attention.flashinfer_backend: called",
+        ),
+        HostSymbol(
+            f"{_FLASHINFER}.FlashInferIndicesUpdaterDecode.call_begin_forward",
+            (
+                "self",
+                "wrapper",
+                "paged_kernel_lens",
+                "paged_kernel_lens_sum",
+                "kv_indptr",
+                "kv_start_idx",
+                "spec_info",
+                "seq_lens_cpu",
+                "plan",
+                "req_pool_indices",
+            ),
+            "attention.flashinfer_backend: override, super",
+        ),
+        HostSymbol(
+            f"{_FLASHINFER}.FlashInferIndicesUpdaterPrefill.call_begin_forward",
+            (
+                "self",
+                "wrapper_ragged",
+                "wrapper_paged",
+                "req_pool_indices",
+                "paged_kernel_lens",
+                "paged_kernel_lens_sum",
+                "seq_lens",
+                "prefix_lens",
+                "kv_start_idx",
+                "kv_indptr",
+                "qo_indptr",
+                "use_ragged",
+                "spec_info",
+            ),
+            "attention.flashinfer_backend: override, super",
+        ),
+        HostSymbol(
+            f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view",
+            ("forward_batch", "buffers", "bs", "raw_bs"),
+            "attention.rows: a replay has the plan of its batch, padded lanes come last",
+        ),
+        _PACK_READ_STREAM,
+    ),
+}
+"""What each attention backend relies on, by its name; checked when it is built, because a process that does
+not build it should not import its kernels."""
+
 
 def installed_sglang() -> str:
     return importlib.metadata.version("sglang")
 
 
-def contract_problems() -> list[str]:
-    """What does not fit, in sentences; empty when everything does."""
+def contract_problems(symbols: Sequence[HostSymbol] | None = None) -> list[str]:
+    """What does not fit, in sentences; empty when everything does. `symbols`: HOST_SYMBOLS unless given."""
     problems = []
     version = installed_sglang()
     if version != TESTED_SGLANG:
@@ -159,7 +263,7 @@ def contract_problems() -> list[str]:
             f"SGLang {version} is installed, this package was written against {TESTED_SGLANG}: "
             f"pip install 'sglang=={TESTED_SGLANG}'"
         )
-    for symbol in HOST_SYMBOLS:
+    for symbol in HOST_SYMBOLS if symbols is None else symbols:
         try:
             target = pkgutil.resolve_name(symbol.path)
         except (ImportError, AttributeError) as error:
@@ -174,7 +278,15 @@ def contract_problems() -> list[str]:
 
 def check_contract() -> None:
     """Raise ContractError listing every problem."""
-    problems = contract_problems()
+    _raise_if(contract_problems())
+
+
+def check_attention_contract(backend: str) -> None:
+    """Raise ContractError listing what an attention backend of ours, by name, does not find as it expects."""
+    _raise_if(contract_problems(ATTENTION_SYMBOLS[backend]))
+
+
+def _raise_if(problems: list[str]) -> None:
     if problems:
         raise ContractError("grkv_sglang does not fit the installed SGLang:\n  " + "\n  ".join(problems))
 

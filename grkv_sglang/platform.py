@@ -19,7 +19,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from grkv_sglang.config import ATTENTION_BACKEND, RADIX_BACKEND
+from grkv_sglang.config import RADIX_BACKEND, TORCH_ATTENTION
 
 if TYPE_CHECKING:
     from torch import device as TorchDevice
@@ -52,7 +52,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
             None,
             "intel_amx",
         ):
-            server_args.attention_backend = ATTENTION_BACKEND
+            server_args.attention_backend = TORCH_ATTENTION
         # SGLang's CPU start-up wants a NUMA node per rank unless cores are named; on this platform the names
         # bind nothing. Workers inherit the variable.
         ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size

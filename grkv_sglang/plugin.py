@@ -1,7 +1,8 @@
-"""Registration with SGLang: two backends and seven hooks. Entry point ``sglang.srt.plugins: grkv``.
+"""Registration with SGLang: a radix cache, three attention backends and nine hooks. Entry point
+``sglang.srt.plugins: grkv``.
 
 Runs in every SGLang process before anything is built. Nothing is served by it: unless the server is
-started with ``--radix-cache-backend grkv`` (or ``--attention-backend grkv_torch``) the hooks return what
+started with ``--radix-cache-backend grkv`` (or one of our attention backends) the hooks return what
 SGLang would have returned.
 """
 
@@ -11,7 +12,13 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from grkv_sglang import contract
-from grkv_sglang.config import ATTENTION_BACKEND, RADIX_BACKEND
+from grkv_sglang.config import (
+    ATTENTION_BACKENDS,
+    FLASHINFER_ATTENTION,
+    RADIX_BACKEND,
+    TORCH_ATTENTION,
+    TRITON_ATTENTION,
+)
 from grkv_sglang.policy.options import OPTIONS_KEY
 
 if TYPE_CHECKING:
@@ -33,8 +40,10 @@ def register() -> None:
     from sglang.srt.server_args import add_attention_backend_choices
 
     register_radix_cache_backend(RADIX_BACKEND, create_cache)
-    register_attention_backend(ATTENTION_BACKEND)(_create_attention_backend)
-    add_attention_backend_choices([ATTENTION_BACKEND])
+    register_attention_backend(TORCH_ATTENTION)(_create_torch)
+    register_attention_backend(TRITON_ATTENTION)(_create_triton)
+    register_attention_backend(FLASHINFER_ATTENTION)(_create_flashinfer)
+    add_attention_backend_choices(list(ATTENTION_BACKENDS.values()))
     if not contract.contract_problems():
         _register_hooks()
 
@@ -84,10 +93,35 @@ def _template_markers(tokenizer: Any) -> MessageMarkers | None:
         return None
 
 
-def _create_attention_backend(model_runner: Any) -> Any:
+def _create_torch(model_runner: Any) -> Any:
+    contract.check_attention_contract(TORCH_ATTENTION)
+
     from grkv_sglang.attention.torch_backend import GrkvTorchAttnBackend
 
     return GrkvTorchAttnBackend(model_runner)
+
+
+def _create_triton(model_runner: Any) -> Any:
+    _check_gpu(TRITON_ATTENTION, model_runner)
+    contract.check_attention_contract(TRITON_ATTENTION)
+
+    from grkv_sglang.attention.triton_backend import GrkvTritonAttnBackend
+
+    return GrkvTritonAttnBackend(model_runner)
+
+
+def _create_flashinfer(model_runner: Any) -> Any:
+    _check_gpu(FLASHINFER_ATTENTION, model_runner)
+    contract.check_attention_contract(FLASHINFER_ATTENTION)
+
+    from grkv_sglang.attention.flashinfer_backend import GrkvFlashInferAttnBackend
+
+    return GrkvFlashInferAttnBackend(model_runner, model_runner.init_new_workspace)
+
+
+def _check_gpu(backend: str, model_runner: Any) -> None:
+    if model_runner.device == "cpu":
+        raise ValueError(f"{backend} needs a GPU: set --attention-backend {TORCH_ATTENTION}")
 
 
 def _register_hooks() -> None:
@@ -100,6 +134,8 @@ def _register_hooks() -> None:
     HookRegistry.register(contract.HOOK_COMMAND, _command, HookType.AROUND)
     HookRegistry.register(contract.HOOK_WEIGHTS, _weights_changed, HookType.AFTER)
     HookRegistry.register(contract.HOOK_TOKENIZER, _add_routes, HookType.AFTER)
+    HookRegistry.register(contract.HOOK_DEFAULT_ATTENTION, _default_attention, HookType.AROUND)
+    HookRegistry.register(contract.HOOK_FORWARD_BATCH, _note_gaps, HookType.AFTER)
 
 
 def _validate_options(tokenized: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,3 +208,30 @@ def _add_routes(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
         from grkv_sglang import admin
 
         admin.add_routes(manager)
+
+
+def _default_attention(original: Any, server_args: Any, use_mla_backend: bool, model_config: Any) -> Any:
+    """Around ``get_default_attn_backend``, asked where no attention backend was named: our subclass of
+    SGLang's choice, or where it has none (FA3 on Hopper, TRT-LLM on Blackwell) of the one that SGLang would
+    choose between FlashInfer and Triton."""
+    theirs = original(server_args, use_mla_backend, model_config)
+    if server_args.radix_cache_backend != RADIX_BACKEND:
+        return theirs
+    ours = ATTENTION_BACKENDS.get(theirs)
+    if ours is None:
+        from sglang.srt.runtime_context import get_platform
+
+        flashinfer = get_platform().has_flashinfer and not model_config.has_attention_sinks
+        ours = FLASHINFER_ATTENTION if flashinfer else TRITON_ATTENTION
+    logger.info("grkv: attention backend %s in place of SGLang's choice %s", ours, theirs)
+    return ours
+
+
+def _note_gaps(result: Any, cls: Any, batch: Any, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``ForwardBatch.init_new``: a batch's gaps on the host, where plans are made on the host. SGLang
+    keeps the rows of a decode batch on the host, but does not pass them on."""
+    from grkv_sglang.attention.rows import row_gaps_of
+
+    gaps, rows = row_gaps_of(model_runner.req_to_token_pool), batch.req_pool_indices_cpu
+    if gaps is not None and rows is not None and rows.numel() == result.batch_size:
+        gaps.note_batch(result.kv_loc_plan, rows, result.seq_lens_cpu)

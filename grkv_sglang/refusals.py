@@ -14,13 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grkv_sglang.attention.rows import RowGaps
-from grkv_sglang.config import ATTENTION_BACKEND
+from grkv_sglang.attention.rows import RowGaps, row_gaps_of
+from grkv_sglang.config import (
+    ATTENTION_BACKENDS,
+    FLASHINFER_ATTENTION,
+    TORCH_ATTENTION,
+    TRITON_ATTENTION,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-
-SERVED_ATTENTION_BACKENDS = (ATTENTION_BACKEND,)
 
 
 class UnsupportedError(ValueError):
@@ -120,6 +123,17 @@ REFUSALS: tuple[Refusal, ...] = (
         "mixed chunks (not tested yet)",
         "drop --enable-mixed-chunk",
     ),
+    Refusal(
+        lambda a, m: a.enable_deterministic_inference,
+        "deterministic inference",
+        "drop --enable-deterministic-inference",
+    ),
+    Refusal(
+        lambda a, m: a.enable_two_batch_overlap,
+        "two-batch overlap (its halves share one plan of slots)",
+        "drop --enable-two-batch-overlap",
+    ),
+    Refusal(lambda a, m: a.enable_pdmux, "prefill-decode multiplexing", "drop --enable-pdmux"),
     Refusal(lambda a, m: a.enable_hisparse, "HiSparse", "drop --enable-hisparse"),
     Refusal(lambda a, m: bool(a.dllm_algorithm), "diffusion LLMs", "drop --dllm-algorithm"),
     Refusal(lambda a, m: a.pp_size > 1, "pipeline parallelism", "set --pp-size 1"),
@@ -154,6 +168,28 @@ def refusals_for(arguments: Any, model_config: Any) -> list[Refusal]:
     return [r for r in REFUSALS if r.applies(arguments, model_config)]
 
 
+def attention_problems(prefill: str, decode: str, device: str, cuda_graphs: bool) -> list[str]:
+    """What is wrong with resolved attention backends, in sentences, each with the flag to set.
+
+    `cuda_graphs`: whether SGLang may capture any.
+    """
+    on_gpu = f"{FLASHINFER_ATTENTION} or {TRITON_ATTENTION}"
+    problems = []
+    for phase, name in (("prefill", prefill), ("decode", decode)):
+        if name not in ATTENTION_BACKENDS.values():
+            ours = TORCH_ATTENTION if device == "cpu" else ATTENTION_BACKENDS.get(name, on_gpu)
+            problems.append(
+                f"the {phase} attention backend {name!r} would read sentinel slots as KV: "
+                f"set --attention-backend {ours}"
+            )
+    if TORCH_ATTENTION in (prefill, decode) and device != "cpu" and cuda_graphs:
+        problems.append(
+            f"{TORCH_ATTENTION} cannot be captured in a CUDA graph: set --disable-cuda-graph, or "
+            f"--attention-backend {on_gpu}"
+        )
+    return problems
+
+
 def check_server(ctx: TreeCacheBuildContext) -> RowGaps:
     """Refuse what is not served; return the gaps that both attention backends read.
 
@@ -165,25 +201,19 @@ def check_server(ctx: TreeCacheBuildContext) -> RowGaps:
     arguments = resolved_view(ctx.server_args)
     problems = [f"{r.what}: {r.way_out}" for r in refusals_for(arguments, ctx.model_config)]
     runner = ctx.tp_worker.model_runner
-    backends = {
-        "prefill": runner.prefill_attention_backend_str,
-        "decode": runner.decode_attention_backend_str,
-    }
-    for phase, name in backends.items():
-        if name not in SERVED_ATTENTION_BACKENDS:
-            problems.append(
-                f"the {phase} attention backend {name!r} would read sentinel slots as KV: "
-                f"set --attention-backend {SERVED_ATTENTION_BACKENDS[0]}"
-            )
-    gaps = getattr(ctx.params.req_to_token_pool, "grkv_row_gaps", None)
-    if not problems and not isinstance(gaps, RowGaps):
-        problems.append("the attention backend did not set up row gaps: set --attention-backend grkv_torch")
-    if runner.device != "cpu" and not arguments.disable_cuda_graph:
-        problems.append("grkv_torch cannot be captured in a CUDA graph: set --disable-cuda-graph")
+    problems += attention_problems(
+        runner.prefill_attention_backend_str,
+        runner.decode_attention_backend_str,
+        runner.device,
+        cuda_graphs=not arguments.disable_cuda_graph,
+    )
+    gaps = row_gaps_of(ctx.params.req_to_token_pool)
+    if not problems and gaps is None:
+        problems.append("the attention backend did not set up row gaps: report this as a bug of grkv_sglang")
     if envs.SGLANG_RUST_SERVER.get():
         problems.append("the Rust frontend (options are validated in Python): unset SGLANG_RUST_SERVER")
     if ctx.params.is_eagle:
         problems.append("bigram keys of speculative decoding: drop --speculative-algorithm")
-    if problems or not isinstance(gaps, RowGaps):
+    if problems or gaps is None:
         raise UnsupportedError("--radix-cache-backend grkv does not serve:\n  " + "\n  ".join(problems))
     return gaps

@@ -22,10 +22,11 @@ import httpx
 from rich.console import Console
 
 from grkv_sglang.config import (
-    ATTENTION_BACKEND,
     CONFIG_FILE_ENV,
     ENV_PREFIX,
+    FLASHINFER_ATTENTION,
     RADIX_BACKEND,
+    TORCH_ATTENTION,
     to_environment,
 )
 
@@ -87,16 +88,16 @@ def detect_device() -> str:
 
 
 def attention_arguments(device: str) -> list[str]:
-    """SGLang's arguments for our attention backend alone."""
-    arguments = ["--attention-backend", ATTENTION_BACKEND]
-    if device != "cpu":
-        arguments.append("--disable-cuda-graph")  # its shapes depend on each request's gap
-    return arguments
+    """SGLang's arguments for our attention backend alone: the one that the plugin chooses by itself on the
+    CPU, and on a GPU where FlashInfer is installed (SGLang's CUDA build requires it)."""
+    return ["--attention-backend", TORCH_ATTENTION if device == "cpu" else FLASHINFER_ATTENTION]
 
 
 def plugin_arguments(device: str) -> list[str]:
-    """SGLang's arguments that select the plugin: attention and cache, which only work together."""
-    return [*attention_arguments(device), "--radix-cache-backend", RADIX_BACKEND]
+    """SGLang's arguments that select the plugin: attention and cache, which only work together. On a GPU the
+    plugin chooses the attention backend when it knows the model."""
+    attention = attention_arguments(device) if device == "cpu" else []
+    return [*attention, "--radix-cache-backend", RADIX_BACKEND]
 
 
 def build_command(spec: ServerSpec, port: int) -> list[str]:

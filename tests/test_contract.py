@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from grkv_sglang import contract
+from grkv_sglang import contract, plugin
+from grkv_sglang.config import ATTENTION_BACKENDS, FLASHINFER_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION
 from grkv_sglang.contract import ContractError, HostSymbol
-from grkv_sglang.refusals import REFUSALS, refusals_for
+from grkv_sglang.refusals import REFUSALS, attention_problems, refusals_for
 
 
 def test_holds_for_the_installed_release():
@@ -44,8 +45,47 @@ def test_hooks_that_were_not_applied_are_seen(monkeypatch):
 
 
 def test_every_hook_is_in_the_contract():
-    assert len(set(contract.HOOKS)) == len(contract.HOOKS) == 7
+    assert len(set(contract.HOOKS)) == len(contract.HOOKS) == 9
     assert set(contract.HOOKS) <= {symbol.path for symbol in contract.HOST_SYMBOLS}
+
+
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS.values())
+def test_an_attention_backend_finds_what_it_expects(backend):
+    contract.check_attention_contract(backend)
+
+
+def test_every_override_of_an_attention_backend_is_in_its_contract():
+    from grkv_sglang.attention import flashinfer_backend, torch_backend, triton_backend
+
+    classes: dict[str, tuple[type, ...]] = {
+        TORCH_ATTENTION: (torch_backend.GrkvTorchAttnBackend,),
+        TRITON_ATTENTION: (triton_backend.GrkvTritonAttnBackend,),
+        FLASHINFER_ATTENTION: (
+            flashinfer_backend.GrkvFlashInferAttnBackend,
+            flashinfer_backend.GapDecodeUpdater,
+            flashinfer_backend.GapPrefillUpdater,
+        ),
+    }
+    assert set(classes) == set(contract.ATTENTION_SYMBOLS)
+    for backend, ours in classes.items():
+        named = {symbol.path for symbol in contract.ATTENTION_SYMBOLS[backend]}
+        overrides = {
+            f"{cls.__base__.__module__}.{cls.__base__.__qualname__}.{name}"
+            for cls in ours
+            for name, value in vars(cls).items()
+            if callable(value) and cls.__base__ is not None and name in vars(cls.__base__)
+        }
+        assert overrides
+        assert overrides <= named
+
+
+def test_an_attention_backend_that_does_not_fit_is_not_built(monkeypatch):
+    symbol = HostSymbol(
+        "sglang.srt.layers.attention.triton_backend.TritonAttnBackend.gone", ("self",), "test"
+    )
+    monkeypatch.setitem(contract.ATTENTION_SYMBOLS, TRITON_ATTENTION, (symbol,))
+    with pytest.raises(ContractError, match=r"TritonAttnBackend\.gone is missing"):
+        plugin._create_triton(SimpleNamespace(device="cuda"))
 
 
 def served_arguments(**changes):
@@ -62,6 +102,9 @@ def served_arguments(**changes):
         disaggregation_mode="null",
         enable_hisparse=False,
         enable_mixed_chunk=False,
+        enable_deterministic_inference=False,
+        enable_two_batch_overlap=False,
+        enable_pdmux=False,
         dllm_algorithm=None,
         pp_size=1,
         tp_size=1,
@@ -130,6 +173,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"enable_session_radix_cache": True}, {}, "session radix"),
     ({"disaggregation_mode": "prefill"}, {}, "disaggregation"),
     ({"enable_hisparse": True}, {}, "HiSparse"),
+    ({"enable_deterministic_inference": True}, {}, "deterministic"),
+    ({"enable_two_batch_overlap": True}, {}, "two-batch overlap"),
+    ({"enable_pdmux": True}, {}, "multiplexing"),
     ({"dllm_algorithm": "x"}, {}, "diffusion"),
     ({"pp_size": 2}, {}, "pipeline"),
     ({"dp_size": 2}, {}, "data-parallel"),
@@ -159,3 +205,42 @@ def test_every_refusal_has_a_case():
         for r in refusals_for(served_arguments(**arguments), served_model(**model))
     }
     assert seen == {r.what for r in REFUSALS}
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "ours"),
+    [
+        ("torch_native", "cpu", "grkv_torch"),
+        ("triton", "cpu", "grkv_torch"),
+        ("torch_native", "cuda", "grkv_torch"),
+        ("triton", "cuda", "grkv_triton"),
+        ("flashinfer", "cuda", "grkv_flashinfer"),
+        ("fa3", "cuda", "grkv_flashinfer or grkv_triton"),
+        ("trtllm_mha", "cuda", "grkv_flashinfer or grkv_triton"),
+    ],
+)
+def test_a_foreign_attention_backend_is_refused_with_the_flag_to_set(name, device, ours):
+    problems = attention_problems(name, name, device, cuda_graphs=True)
+    assert problems == [
+        f"the {phase} attention backend {name!r} would read sentinel slots as KV: "
+        f"set --attention-backend {ours}"
+        for phase in ("prefill", "decode")
+    ]
+    (problem,) = attention_problems("grkv_triton", name, device, cuda_graphs=True)
+    assert problem.startswith("the decode attention backend")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "device", "cuda_graphs", "refused"),
+    [
+        ("grkv_torch", "grkv_torch", "cpu", True, False),
+        ("grkv_torch", "grkv_torch", "cuda", False, False),
+        ("grkv_torch", "grkv_torch", "cuda", True, True),
+        ("grkv_torch", "grkv_flashinfer", "cuda", True, True),
+        ("grkv_flashinfer", "grkv_flashinfer", "cuda", True, False),
+        ("grkv_flashinfer", "grkv_triton", "cuda", True, False),
+    ],
+)
+def test_only_the_torch_backend_does_without_cuda_graphs(prefill, decode, device, cuda_graphs, refused):
+    problems = attention_problems(prefill, decode, device, cuda_graphs)
+    assert ["--disable-cuda-graph" in problem for problem in problems] == [True] * refused

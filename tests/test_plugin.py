@@ -8,13 +8,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.arg_groups import model_override_base, overrides
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.managers.io_struct import SetInternalStateReq
+from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType, _wrap_fn
+from sglang.srt.runtime_context import get_context, get_parallel, override_platform
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from grkv_sglang import contract, plugin
 from grkv_sglang.admin import encode_command
+from grkv_sglang.attention.rows import attach_row_gaps, host_lens
 from grkv_sglang.policy.boundaries import learn_markers
 from tests.cache.harness import Harness
 
@@ -167,8 +177,115 @@ def test_each_hook_is_registered_once(monkeypatch):
     plugin._register_hooks()
     assert sorted(target for target, _, _ in registered) == sorted(contract.HOOKS)
     around = {target for target, _, kind in registered if kind is HookType.AROUND}
-    assert around == {contract.HOOK_REQUEST_LEVEL, contract.HOOK_ON_IDLE, contract.HOOK_COMMAND}
+    assert around == {
+        contract.HOOK_REQUEST_LEVEL,
+        contract.HOOK_ON_IDLE,
+        contract.HOOK_COMMAND,
+        contract.HOOK_DEFAULT_ATTENTION,
+    }
     assert {kind for _, _, kind in registered} == {HookType.AROUND, HookType.AFTER}
+
+
+MACHINES = {
+    "hopper": {"is_hopper_with_cuda_12_3": True, "is_sm100": False},
+    "blackwell": {"is_hopper_with_cuda_12_3": False, "is_sm100": True},
+    "ampere": {"is_hopper_with_cuda_12_3": False, "is_sm100": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("machine", "flashinfer", "sinks", "theirs", "ours"),
+    [
+        ("ampere", True, False, "flashinfer", "grkv_flashinfer"),
+        ("ampere", False, False, "triton", "grkv_triton"),
+        ("ampere", True, True, "triton", "grkv_triton"),
+        ("hopper", True, False, "fa3", "grkv_flashinfer"),
+        ("hopper", False, False, "fa3", "grkv_triton"),
+        ("hopper", True, True, "fa3", "grkv_triton"),
+        ("blackwell", True, False, "trtllm_mha", "grkv_flashinfer"),
+    ],
+)
+@pytest.mark.parametrize("radix", [None, "grkv"])
+def test_the_attention_backend_where_none_was_named(
+    monkeypatch, radix, machine, flashinfer, sinks, theirs, ours
+):
+    """Through SGLang's own resolution, on machines made of their facts."""
+    monkeypatch.setattr(
+        model_override_base, "current_platform", SimpleNamespace(is_out_of_tree=lambda: False)
+    )
+    hooked = _wrap_fn(
+        model_override_base.get_default_attn_backend, plugin._default_attention, HookType.AROUND
+    )
+    monkeypatch.setattr(overrides, "get_default_attn_backend", hooked)
+    arguments = ServerArgs(model_path="dummy", radix_cache_backend=radix)
+    arguments.resolve_once()
+    arguments._model_config = SimpleNamespace(
+        attention_arch=AttentionArch.MHA,
+        hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+        has_attention_sinks=sinks,
+        has_asymmetric_kv=False,
+    )
+    with override_platform(has_flashinfer=flashinfer, is_hip=False, **MACHINES[machine]):
+        overrides.run_post_process_pass(arguments, overrides._attention_backend_default)
+    assert overrides.resolved_view(arguments).attention_backend == (ours if radix else theirs)
+
+
+def test_a_named_attention_backend_is_left_alone():
+    arguments = ServerArgs(model_path="dummy", radix_cache_backend="grkv", attention_backend="fa3")
+    arguments.resolve_once()
+    overrides.run_post_process_pass(arguments, overrides._attention_backend_default)
+    assert overrides.resolved_view(arguments).attention_backend == "fa3"
+
+
+@pytest.mark.parametrize("create", [plugin._create_triton, plugin._create_flashinfer])
+def test_gpu_backends_are_not_built_on_a_cpu(create):
+    with pytest.raises(ValueError, match="needs a GPU: set --attention-backend grkv_torch"):
+        create(SimpleNamespace(device="cpu"))
+
+
+class Scheduled:
+    """A ScheduleBatch or a ModelRunner as far as it was filled in; the rest is None."""
+
+    def __init__(self, **known: Any) -> None:
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+def test_a_batch_made_by_sglang_has_its_gaps_on_the_host(monkeypatch, mode):
+    original = ForwardBatch.__dict__["init_new"].__func__
+    hooked: Any = _wrap_fn(original, plugin._note_gaps, HookType.AFTER)
+    monkeypatch.setattr(ForwardBatch, "init_new", classmethod(hooked))
+    pool = ReqToTokenPool(4, 32, "cpu", False)
+    lens = torch.tensor([9, 4])
+    rows = torch.tensor([3, 2])
+    batch = Scheduled(
+        forward_mode=mode, seq_lens=lens, seq_lens_cpu=lens, seq_lens_sum=13, req_pool_indices=rows,
+        req_pool_indices_cpu=rows, input_ids=torch.zeros(2), out_cache_loc=torch.tensor([1, 2]), reqs=[],
+        extend_lens=[1, 1], prefix_lens=[8, 3], extend_num_tokens=2, extend_logprob_start_lens=[0, 0],
+        return_hidden_states_mode=CaptureHiddenMode.NULL,
+    )  # fmt: skip
+    with get_context().override_server_args() as arguments, get_parallel().override(attn_dcp_size=1):
+        translator = KVIndexTranslator(
+            req_to_token=pool.req_to_token, token_to_kv_pool_allocator=None, token_to_kv_pool=None,
+            page_size=1, device="cpu",
+        )  # fmt: skip
+        runner = Scheduled(
+            device="cpu", req_to_token_pool=pool, kv_index_translator=translator, model_config=Scheduled(),
+            server_args=arguments, ngram_embedding_manager=Scheduled(), is_draft_worker=False,
+            prefill_attention_backend_str="torch_native", spec_algorithm=SpeculativeAlgorithm.NONE,
+        )  # fmt: skip
+
+        def made() -> Any:
+            return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+
+        assert host_lens(made().kv_loc_plan, lens) is None  # no backend of ours
+        attach_row_gaps(pool, "cpu").set(3, 7)
+        got = host_lens(made().kv_loc_plan, lens)
+    assert got is not None
+    assert got.tolist() == [2, 4]
 
 
 def test_message_markers_are_used_where_the_template_has_any(tokenizer):

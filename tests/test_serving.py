@@ -148,12 +148,12 @@ def test_workers_end_with_the_server(tmp_path: Path) -> None:
     _wait_for(lambda: not _is_running(pid))
 
 
-@pytest.mark.parametrize("engine", ["off", "grkv"])
-def test_no_cuda_graphs_on_a_gpu(engine: Engine) -> None:
-    """The torch backend cannot be captured; the server would refuse to start."""
-    assert "--disable-cuda-graph" in build_command(spec(engine, device="cuda"), 31000)
-    assert "--disable-cuda-graph" not in build_command(spec(engine), 31000)
-    assert "--disable-cuda-graph" in serve_arguments([], "cuda")
+def test_on_a_gpu_the_plugin_chooses_the_attention_backend() -> None:
+    """Only a server without our radix cache has to name ours."""
+    assert build_command(spec("off", device="cuda"), 31000)[-2:] == ["--attention-backend", "grkv_flashinfer"]
+    assert build_command(spec("grkv", device="cuda"), 31000)[-2:] == ["--radix-cache-backend", "grkv"]
+    for arguments in (build_command(spec("grkv", device="cuda"), 31000), serve_arguments([], "cuda")):
+        assert not {"--attention-backend", "--disable-cuda-graph"} & set(arguments)
 
 
 def test_serve_arguments_let_the_user_win() -> None:

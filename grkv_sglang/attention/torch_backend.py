@@ -17,7 +17,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from grkv_sglang.attention.rows import RowGaps
+from grkv_sglang.attention.rows import attach_row_gaps
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -36,10 +36,7 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             raise ValueError(
                 "grkv_torch does not serve sliding-window models; use --attention-backend torch_native"
             )
-        rows = self.req_to_token_pool.req_to_token.shape[0]
-        self.row_gaps = RowGaps(rows, self.device)
-        # The radix cache, built later, finds the gaps here.
-        self.req_to_token_pool.grkv_row_gaps = self.row_gaps
+        self.row_gaps = attach_row_gaps(self.req_to_token_pool, self.device)
         self._batch_gaps: list[int] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -1,0 +1,109 @@
+"""grkv_triton and grkv_torch compute the same attention over the same rows and the same pool."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from grkv_sglang.attention.torch_backend import GrkvTorchAttnBackend
+from grkv_sglang.attention.triton_backend import GrkvTritonAttnBackend
+from tests.attention.interpreted.world import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    GraphBuffers,
+    World,
+    model_runner,
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
+
+
+def make(page_size, dtype, seed):
+    """Both backends on one pool: its unused slots, the dummy among them, hold NaN."""
+    runner = model_runner(page_size, dtype)
+    backends = GrkvTritonAttnBackend(runner), GrkvTorchAttnBackend(runner)
+    assert backends[0].row_gaps is backends[1].row_gaps
+    for buffer in runner.token_to_kv_pool.get_kv_buffer(0):
+        buffer.fill_(torch.nan)
+    return *backends, World(runner, seed), RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
+
+
+def fill(world, requests, *, prefix_only):
+    """Random keys and values in the slots that the requests have already."""
+    table = world.runner.req_to_token_pool.req_to_token
+    for request in requests:
+        end = request.prefix if prefix_only else request.seq_len
+        slots = table[request.row, request.gap : end].long()
+        for buffer in world.runner.token_to_kv_pool.get_kv_buffer(0):
+            buffer[slots] = torch.randn(slots.numel(), KV_HEADS, HEAD_DIM).to(buffer.dtype)
+
+
+def random_qkv(num, dtype):
+    shapes = (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM)
+    q, k, v = (torch.randn(num, shape).to(dtype) for shape in shapes)
+    return q, k.view(num, KV_HEADS, HEAD_DIM), v.view(num, KV_HEADS, HEAD_DIM)
+
+
+def assert_same(triton, torch_, dtype):
+    assert torch.isfinite(torch_).all()
+    torch.testing.assert_close(triton.view_as(torch_), torch_, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("page_size", "seed"), [(1, 0), (1, 1), (16, 2)])
+def test_extend(dtype, page_size, seed):
+    triton, torch_, world, layer = make(page_size, dtype, seed)
+    torch.manual_seed(seed)
+    requests = world.requests(3)
+    assert requests[0].gap > 0 == requests[-1].gap
+    fill(world, requests, prefix_only=True)
+    batch = world.batch(requests, ForwardMode.EXTEND)
+    q, k, v = random_qkv(sum(r.new for r in requests), dtype)
+    for backend in (triton, torch_):
+        backend.init_forward_metadata(batch)
+    got, want = (backend.forward_extend(q, k, v, layer, batch) for backend in (triton, torch_))
+    assert_same(got, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("page_size", "seed"), [(1, 0), (1, 1), (16, 2)])
+def test_decode(dtype, page_size, seed):
+    triton, torch_, world, layer = make(page_size, dtype, seed)
+    torch.manual_seed(seed)
+    requests = world.requests(3, new=1)
+    assert requests[0].gap > 0 == requests[-1].gap
+    fill(world, requests, prefix_only=True)
+    batch = world.batch(requests, ForwardMode.DECODE)
+    q, k, v = random_qkv(3, dtype)
+    for backend in (triton, torch_):
+        backend.init_forward_metadata(batch)
+    got, want = (backend.forward_decode(q, k, v, layer, batch) for backend in (triton, torch_))
+    assert_same(got, want, dtype)
+
+
+def test_decode_from_what_a_graph_captured():
+    """The kernels read the metadata of the capture; each replay has other rows, gaps and lengths in it."""
+    triton, torch_, world, layer = make(1, torch.float32, 7)
+    # A padded lane reads the dummy slot, whose contents are finite in a server.
+    for buffer in world.runner.token_to_kv_pool.get_kv_buffer(0):
+        buffer[0] = 0.0
+    triton.init_cuda_graph_state(max_bs=3, max_num_tokens=3)
+    graph = GraphBuffers(3)
+    triton.init_forward_metadata_out_graph(graph.captured(world.runner), in_capture=True)
+    captured = triton.forward_metadata
+    for live in (2, 3):
+        torch.manual_seed(live)
+        requests = world.requests(live, new=1)
+        fill(world, requests, prefix_only=False)
+        batch = world.batch(requests, ForwardMode.DECODE)
+        view = graph.replayed(batch)
+        triton.init_forward_metadata_out_graph(view)
+        assert triton.forward_metadata is captured
+        q, k, v = random_qkv(3, torch.float32)
+        got = triton.forward_decode(q, k, v, layer, view, save_kv_cache=False)
+        torch_.init_forward_metadata(batch)
+        want = torch_.forward_decode(q[:live], k, v, layer, batch, save_kv_cache=False)
+        assert_same(got[:live], want, torch.float32)
