@@ -39,7 +39,9 @@ from grkv_sglang.core import (
     QueryPlan,
     RotaryTable,
     SpanQuality,
+    WindowAttention,
     always_kept_tokens,
+    attend_window,
     compress_layer,
     get_profile,
     get_scorer,
@@ -187,21 +189,26 @@ class Compressor:
         except ValueError as error:
             raise CompressionError("too_short", str(error)) from error
         probe = _ProbeBackend(self._pool, source, plan)
+        work = Compression(self, source, profile, plan, new_slots, probe, protected, lora_id)
+        if n_slots < n_candidates:
+            work.chunks.extend(self._chunks(source, profile))
+        relative = plan.positions - source.merged_slots.numel()
+        ids = [source.token_ids[i] for i in relative.tolist()]
+        positions = relative + source.exact_start_tokens
+        parts: list[tuple[int, _CachedAttention]] = [(len(ids), probe)]
+        if work.chunks and work.chunks[0][0] == "questions":
+            # As few tokens as the probe's: in its forward pass, which mostly reads the model's weights.
+            kind, chunk = work.chunks.popleft()
+            parts.append((len(chunk.token_ids), _PassBackend(self._pool, source, work.results[kind], chunk)))
+            ids += chunk.token_ids
+            positions = torch.cat([positions, self._positions(source, chunk)])
         with self.on_forward_stream():
-            relative = plan.positions - source.merged_slots.numel()
-            ids = [source.token_ids[i] for i in relative.tolist()]
-            self._forward(ids, relative + source.exact_start_tokens, probe, lora_id)
+            self._forward(ids, positions, _Together(self._pool, parts), lora_id)
         if len(probe.queries) != self.num_layers:
             raise CompressionError(
                 "incomplete", f"the probe passed {len(probe.queries)} of {self.num_layers} layers"
             )
-        work = Compression(self, source, profile, plan, new_slots, probe, protected, lora_id)
-        if n_slots < n_candidates:
-            work.chunks.extend(self._chunks(source, profile))
         work.probe_s = time.perf_counter() - started
-        if work.chunks and work.chunks[0][0] == "questions":
-            # As few tokens as the probe's: in the same step, so that a short span is still done in one.
-            work.advance_pass()
         return work
 
     def _chunks(self, source: SpanSource, profile: Profile) -> Iterator[tuple[PassKind, PassChunk]]:
@@ -234,11 +241,15 @@ class Compressor:
 
     def run_chunk(self, work: Compression, kind: PassKind, chunk: PassChunk) -> None:
         """One forward pass of `work`."""
-        source = work.source
-        positions = torch.arange(len(chunk.token_ids)) + source.start_tokens + chunk.first_position
-        backend = _PassBackend(self._pool, source, work.results[kind], chunk)
+        backend = _PassBackend(self._pool, work.source, work.results[kind], chunk)
         with self.on_forward_stream():
+            positions = self._positions(work.source, chunk)
             self._forward(list(chunk.token_ids), positions, backend, work.lora_id)
+
+    @staticmethod
+    def _positions(source: SpanSource, chunk: PassChunk) -> Tensor:
+        """Of a chunk's tokens in the sequence."""
+        return torch.arange(len(chunk.token_ids)) + source.start_tokens + chunk.first_position
 
     @torch.no_grad()
     def copy(self, source: SpanSource, new_slots: Tensor) -> SpanOrigin:
@@ -276,6 +287,7 @@ class Compressor:
                     for kind, count in work.profile.fitted_of_passes.items()
                     if kind in work.results
                 },
+                window=work.probe.window.get(layer_id),
                 layer=layer_id,
                 n_layers=self.num_layers,
             ),
@@ -447,33 +459,49 @@ class _CachedAttention:
 
 
 class _ProbeBackend(_CachedAttention):
-    """Attention backend of one probe pass: attends to cached KV, writes none, keeps each layer's queries."""
+    """Attention backend of one probe pass: attends to cached KV, writes none, keeps each layer's queries, and
+    of those that score as the window their attention."""
 
     def __init__(self, pool: Any, source: SpanSource, plan: QueryPlan) -> None:
         super().__init__(pool)
         self.queries: dict[int, tuple[Tensor, float]] = {}
         """Layer id -> queries [m, Hq, d] after RoPE, attention scale."""
+        self.window: dict[int, WindowAttention] = {}
+        """Layer id -> attention of the plan's scoring window queries; empty where there are none."""
         device = source.slots.device
-        span_visible = (
-            torch.arange(source.num_candidates, device=device)[None, :] <= plan.positions.to(device)[:, None]
+        self._candidates, self._ancestors = source.candidates, source.ancestor_slots
+        self._in_window, self._window_positions = (
+            plan.score_window.to(device),
+            plan.positions[plan.score_window],
         )
-        ancestors = torch.ones(
-            plan.positions.numel(), source.ancestor_slots.numel(), dtype=torch.bool, device=device
-        )
-        self._mask = torch.cat([ancestors, span_visible], dim=1)
-        self._slots = torch.cat([source.ancestor_slots, source.candidates])
+        others = plan.positions[~plan.score_window].to(device)
+        visible = torch.arange(source.num_candidates, device=device)[None, :] <= others[:, None]
+        self._mask = torch.cat([visible.new_ones(len(others), source.ancestor_slots.numel()), visible], dim=1)
 
     def attend(
         self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        keys, values = keys[self._slots], values[self._slots]
         # A copy: the tensor is a view of the layer's whole QKV projection.
         self.queries[layer.layer_id] = queries.clone(), layer.scaling
-        output = scaled_dot_product_attention(
-            queries.movedim(0, 1)[None], keys.movedim(0, 1)[None], values.movedim(0, 1)[None],
-            attn_mask=self._mask, scale=layer.scaling, enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
-        )  # fmt: skip
-        return output[0].movedim(0, 1)
+        before = keys[self._ancestors], values[self._ancestors]
+        keys, values = keys[self._candidates], values[self._candidates]
+        output = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
+        if len(self._window_positions):
+            self.window[layer.layer_id] = window = attend_window(
+                queries[self._in_window], keys, values,
+                positions=self._window_positions, scale=layer.scaling,
+                ancestors=before if self._ancestors.numel() else None,
+            )  # fmt: skip
+            output[self._in_window] = window.output.to(output.dtype)
+        if len(self._mask):
+            keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
+            output[~self._in_window] = scaled_dot_product_attention(
+                queries[~self._in_window].movedim(0, 1)[None],
+                keys.movedim(0, 1)[None], values.movedim(0, 1)[None],
+                attn_mask=self._mask, scale=layer.scaling,
+                enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
+            )[0].movedim(0, 1)  # fmt: skip
+        return output
 
 
 class _PassBackend(_CachedAttention):
@@ -500,6 +528,25 @@ class _PassBackend(_CachedAttention):
             scale=layer.scaling,
         )
         return output.to(queries.dtype)
+
+
+class _Together(_CachedAttention):
+    """Several backends in one forward pass, each for so many of its tokens."""
+
+    def __init__(self, pool: Any, parts: Sequence[tuple[int, _CachedAttention]]) -> None:
+        super().__init__(pool)
+        self._sizes, self._backends = zip(*parts, strict=True)
+
+    def attend(
+        self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        split = (tensor.split(self._sizes) for tensor in (queries, k, v))
+        return torch.cat(
+            [
+                backend.attend(layer, *own, keys, values)
+                for backend, *own in zip(self._backends, *split, strict=True)
+            ]
+        )
 
 
 @contextlib.contextmanager

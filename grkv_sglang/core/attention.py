@@ -66,6 +66,7 @@ def attend(
     *,
     scale: float,
     visible: Tensor | None = None,
+    visible_from: int = 0,
     beside: Partial | None = None,
 ) -> Attention:
     """Softmax attention in the dtype of the inputs (float32 in serving, float64 in tests).
@@ -75,8 +76,10 @@ def attend(
         keys: [Hkv, n, d].
         values: [Hkv, n, dv].
         scale: factor on the logits.
-        visible: bool, which query may see which key: [m, n], or [Hkv, m, n] where heads hold different
-            keys; None when all is visible. Every head of a group sees the same.
+        visible: bool, which query may see which key: [m, k], or [Hkv, m, k] where heads hold different
+            keys, for the keys from `visible_from` on; None when all is visible. Every head of a group sees
+            the same.
+        visible_from: all queries see the keys before this one, n - k.
         beside: attention of the same rows over a disjoint key set, to be joined in.
 
     Returns:
@@ -86,7 +89,7 @@ def attend(
     if visible is not None:
         n_queries = visible.shape[-2]
         by_query = logits.view(logits.shape[0], n_queries, -1, logits.shape[-1])
-        by_query.masked_fill_(~visible.unsqueeze(-2), -torch.inf)
+        by_query[..., visible_from:].masked_fill_(~visible.unsqueeze(-2), -torch.inf)
     # The largest logit; any finite stand-in will do for a row that sees nothing, which keeps its
     # exponentials at exactly 0 instead of exp(-inf + inf).
     top = logits.amax(dim=-1, keepdim=True)

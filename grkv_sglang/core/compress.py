@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,64 @@ from grkv_sglang.core.selection import PassKind, PassStatistics, QueryKind, Scor
 from grkv_sglang.core.selection.base import always_kept_tokens, top_masks
 
 _STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class WindowAttention:
+    """Attention of the plan's scoring window queries, where they are, over ancestors and the full span.
+
+    Attributes:
+        mean: [Hkv, n] float32, the weights over the span, the mean over queries and group.
+        output: [m, Hq, dv] float32, in the order of the plan.
+    """
+
+    mean: Tensor
+    output: Tensor
+
+
+def attend_window(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    positions: Tensor,
+    scale: float,
+    ancestors: tuple[Tensor, Tensor] | None,
+) -> WindowAttention:
+    """What a probe computes for its window queries in any case, kept so that nothing computes it again.
+
+    Args:
+        queries: [m, Hq, d] post-RoPE.
+        keys, values: [n, Hkv, ...] of the span. `ancestors`: [p, Hkv, ...] before it, or None.
+        positions: [m] int64, where the queries are in the span, ascending.
+        scale: factor on the logits.
+    """
+    n_tokens, n_kv_heads, _ = keys.shape
+    n_queries, n_heads, _ = queries.shape
+    rows = group_rows(queries.float(), n_kv_heads)
+
+    def by_head(tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, 1).float()
+
+    beside = None
+    if ancestors is not None:
+        beside = attend(rows, *(by_head(tensor) for tensor in ancestors), scale=scale)
+    first = int(positions[0]) + 1
+    visible = torch.arange(first, n_tokens, device=keys.device) <= positions.to(keys.device)[:, None]
+    attention = attend(
+        rows, by_head(keys), by_head(values),
+        scale=scale, visible=visible, visible_from=first, beside=beside,
+    )  # fmt: skip
+    output = attention.output.view(n_kv_heads, n_queries, n_heads // n_kv_heads, -1).transpose(0, 1)
+    return WindowAttention(_mean(attention), output.reshape(n_queries, n_heads, -1))
+
+
+def _mean(attention: Attention) -> Tensor:
+    """[Hkv, n], over all rows. As a product: sums over a dimension that is not the last are slow on a CPU."""
+    weights = attention.weights
+    return torch.bmm(
+        weights.new_full((len(weights), 1, weights.shape[1]), 1 / weights.shape[1]), weights
+    ).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -38,6 +97,7 @@ class LayerInputs:
         passes: by kind, what the profile's passes left of this layer.
         pass_queries: by kind, [k, Hq, d] post-RoPE queries out of a pass, from behind the span; those that
             the profile fits.
+        window: attention of the plan's window queries where it is known already; None: it is computed.
         layer, n_layers: which layer this is, and of how many.
     """
 
@@ -50,6 +110,7 @@ class LayerInputs:
     output_projection: Tensor | None = None
     passes: Mapping[PassKind, PassStatistics] = field(default_factory=dict)
     pass_queries: Mapping[PassKind, Tensor] = field(default_factory=dict)
+    window: WindowAttention | None = None
     layer: int = 0
     n_layers: int = 1
 
@@ -150,39 +211,49 @@ class _Rows:
         queries: [Hkv, N, d] float32 query rows.
         positions: [m] int64, the last token of the span that each query sees.
         see_all: every query sees the whole span.
-        beside: their attention over the ancestors.
+        ancestors: keys [Hkv, p, d] and values [Hkv, p, dv] before the span, if there are any.
+        scale: factor on the logits.
     """
 
     queries: Tensor
     positions: Tensor
     see_all: bool
-    beside: Partial | None
+    ancestors: tuple[Tensor, Tensor] | None
+    scale: float
 
-    @classmethod
-    def concatenated(cls, parts: Sequence[_Rows]) -> _Rows:
-        besides = [part.beside for part in parts if part.beside is not None]
-        return cls(
+    @cached_property
+    def beside(self) -> Partial | None:
+        """Their attention over the ancestors."""
+        return None if self.ancestors is None else attend(self.queries, *self.ancestors, scale=self.scale)
+
+    def concatenated(self, others: Sequence[_Rows]) -> _Rows:
+        parts = (self, *others)
+        return replace(
+            self,
             queries=torch.cat([part.queries for part in parts], dim=1),
             positions=torch.cat([part.positions for part in parts]),
             see_all=all(part.see_all for part in parts),
-            beside=Partial(
-                output=torch.cat([partial.output for partial in besides], dim=1),
-                lse=torch.cat([partial.lse for partial in besides], dim=1),
-            )
-            if besides
-            else None,
         )
 
-    def some(self, attention: Partial, chosen: Tensor) -> tuple[_Rows, Partial]:
-        """The queries `chosen` [m] bool, and their part of `attention`, which is that of all."""
-        index = chosen.repeat_interleave(self.queries.shape[1] // len(self.positions)).to(self.queries.device)
 
-        def of(partial: Partial) -> Partial:
-            return Partial(output=partial.output[:, index], lse=partial.lse[:, index])
+@dataclass(frozen=True)
+class _Seen:
+    """Queries and their attention over ancestors and the full span: `mean` [Hkv, n], the weights' mean over
+    all rows; `output` [Hkv, N, dv]."""
 
-        beside = None if self.beside is None else of(self.beside)
-        positions = self.positions[chosen.to(self.positions.device)]
-        return _Rows(self.queries[:, index], positions, self.see_all, beside), of(attention)
+    rows: _Rows
+    mean: Tensor
+    output: Tensor
+
+    def some(self, chosen: Tensor) -> tuple[_Rows, Tensor]:
+        """Rows and outputs of the queries `chosen` [m] bool."""
+        if chosen.all():
+            return self.rows, self.output
+        rows = self.rows
+        group = rows.queries.shape[1] // len(rows.positions)
+        index = chosen.repeat_interleave(group).to(rows.queries.device)
+        positions = rows.positions[chosen.to(rows.positions.device)]
+        return replace(rows, queries=rows.queries[:, index], positions=positions), self.output[:, index]
 
 
 class _Layer:
@@ -206,21 +277,14 @@ class _Layer:
         self._inputs = inputs
         self.rotary = rotary
 
-    def context(
-        self, rows: Mapping[QueryKind, _Rows], attended: Mapping[QueryKind, Attention], *, n_sinks: int
-    ) -> ScoringContext:
+    def context(self, seen: Mapping[QueryKind, _Seen], *, n_sinks: int) -> ScoringContext:
         """What the selection may look at."""
-        inputs, n_kv_heads = self._inputs, self.keys.shape[0]
-
-        def by_query(tensor: Tensor, n_queries: int) -> Tensor:
-            """[Hkv, N, x] -> [Hkv, m, G, x]"""
-            return tensor.view(n_kv_heads, n_queries, -1, tensor.shape[-1])
-
+        inputs = self._inputs
         return ScoringContext(
             keys=self.keys,
             values=self.values,
-            weights={k: by_query(a.weights, len(rows[k].positions)) for k, a in attended.items()},
-            queries={k: by_query(r.queries, len(r.positions)) for k, r in rows.items()},
+            attention={kind: of.mean for kind, of in seen.items()},
+            queries={k: of.rows.queries.unflatten(1, (len(of.rows.positions), -1)) for k, of in seen.items()},
             passes=inputs.passes,
             output_projection=inputs.output_projection,
             rotary=self.rotary,
@@ -247,25 +311,29 @@ class _Layer:
             return self._grouped(rotate_forward(queries, last - at, self.rotary), last)
         return self._grouped(queries, at)
 
-    def fitted(
-        self, plan: QueryPlan, scored: Mapping[QueryKind, tuple[_Rows, Attention]]
-    ) -> tuple[_Rows, Partial]:
-        """What the regression fits, any mixture of kinds, and the attention of it over the full span.
+    def seen(self, plan: QueryPlan, kind: QueryKind) -> _Seen:
+        """The scoring queries of a kind."""
+        rows, known = self.rows(plan.scoring(kind), kind), self._inputs.window
+        if kind == "window" and known is not None:
+            return _Seen(rows, known.mean, group_rows(known.output, self.keys.shape[0]))
+        attention = self.attend(rows)
+        return _Seen(rows, _mean(attention), attention.output)
 
-        `scored` holds what the selection has looked at already, to be used again where it is the same.
+    def fitted(self, plan: QueryPlan, seen: Mapping[QueryKind, _Seen]) -> tuple[_Rows, Tensor]:
+        """What the regression fits, any mixture of kinds, and the outputs [Hkv, N, dv] over the full span.
+
+        `seen` holds what the selection has looked at already, to be used again where it is the same.
         """
-        parts: list[tuple[_Rows, Partial]] = []
+        parts: list[tuple[_Rows, Tensor]] = []
         wanted: dict[QueryKind, Tensor] = {"window": plan.fit_window, "strata": plan.fit_strata}
         for kind, chosen in wanted.items():
             if not chosen.any():
                 continue
-            if kind in scored and not (chosen & ~plan.scoring(kind)).any():
-                among = chosen[plan.scoring(kind)]
-                rows, attention = scored[kind]
-                parts.append((rows, attention) if among.all() else rows.some(attention, among))
+            if kind in seen and not (chosen & ~plan.scoring(kind)).any():
+                parts.append(seen[kind].some(chosen[plan.scoring(kind)]))
             else:
                 rows = self.rows(chosen, kind)
-                parts.append((rows, self.attend(rows)))
+                parts.append((rows, self.attend(rows).output))
         for pass_kind, count in self._profile.fitted_of_passes.items():
             queries = self._inputs.pass_queries.get(pass_kind)
             if queries is None or not len(queries):
@@ -276,25 +344,19 @@ class _Layer:
             # They come from behind the span: every one sees all of it.
             last = torch.full((len(queries),), self.keys.shape[1] - 1)
             rows = self._grouped(queries.float(), last)
-            parts.append((rows, self.attend(rows)))
+            parts.append((rows, self.attend(rows).output))
         if not parts:
             raise ValueError(
                 f"expected a plan with queries to fit, because profile {self._profile.name!r} has a value or "
                 "key step, got none in fit_window and fit_strata, and no queries of passes"
             )
-        if len(parts) == 1:
-            return parts[0]
-        target = Partial(
-            output=torch.cat([attention.output for _, attention in parts], dim=1),
-            lse=torch.cat([attention.lse for _, attention in parts], dim=1),
-        )
-        return _Rows.concatenated([rows for rows, _ in parts]), target
+        rows, *others = (rows for rows, _ in parts)
+        return rows.concatenated(others), torch.cat([output for _, output in parts], dim=1)
 
     def _grouped(self, queries: Tensor, positions: Tensor) -> _Rows:
-        rows = group_rows(queries, self.keys.shape[0])
-        beside = None if self._ancestors is None else attend(rows, *self._ancestors, scale=self.scale)
         see_all = bool((positions >= self.keys.shape[1] - 1).all())
-        return _Rows(rows, positions.to(self.keys.device), see_all, beside)
+        rows = group_rows(queries, self.keys.shape[0])
+        return _Rows(rows, positions.to(self.keys.device), see_all, self._ancestors, self.scale)
 
     def attend(self, rows: _Rows) -> Attention:
         """Over ancestors and the full span."""
@@ -314,15 +376,15 @@ class _Layer:
             keys, values = (tensor * chosen.valid.unsqueeze(-1) for tensor in (keys, values))
         return keys, values
 
-    def problem(self, rows: _Rows, target: Partial, chosen: _Chosen) -> Problem:
-        """Reproducing the attention `target` for these rows from the chosen tokens."""
+    def problem(self, rows: _Rows, target: Tensor, chosen: _Chosen) -> Problem:
+        """Reproducing the outputs `target` [Hkv, N, dv] for these rows from the chosen tokens."""
         visible = None
         if not rows.see_all:
             visible = chosen.tokens.unsqueeze(1) <= rows.positions[:, None]
         if chosen.valid is not None:
             valid = chosen.valid.unsqueeze(1).expand(-1, len(rows.positions), -1)
             visible = valid if visible is None else visible & valid
-        return Problem(rows.queries, target.output, visible, rows.beside, self.scale, self.group)
+        return Problem(rows.queries, target, visible, rows.beside, self.scale, self.group)
 
 
 @dataclass(frozen=True)
@@ -449,9 +511,8 @@ def compress_layer(
             f"which selection {scorer.name!r} needs"
         )
     layer = _Layer(inputs, plan, profile, rotary)
-    score_rows = {kind: layer.rows(plan.scoring(kind), kind) for kind in scorer.queries}
-    scored = {kind: layer.attend(rows) for kind, rows in score_rows.items()}
-    ctx = layer.context(score_rows, scored, n_sinks=profile.sinks if starts_sequence else 0)
+    seen = {kind: layer.seen(plan, kind) for kind in scorer.queries}
+    ctx = layer.context(seen, n_sinks=profile.sinks if starts_sequence else 0)
     scores = scorer.score(ctx)
     n_always_kept = int(always_kept.sum())
     layer_slots = scorer.layer_slots(
@@ -461,13 +522,12 @@ def compress_layer(
     chosen = _Chosen.of(kept, scores, always_kept, profile.fixed_share)
     keys, values = layer.retained(chosen)
     held_rows = layer.rows(plan.held_out, "strata")
-    held_out = layer.problem(held_rows, layer.attend(held_rows), chosen)
+    held_out = layer.problem(held_rows, layer.attend(held_rows).output, chosen)
     selected = time.perf_counter()
 
     new_keys, new_values = keys, values
     states = torch.full((n_kv_heads,), UNCHANGED, dtype=torch.int8, device=device)
     if profile.regresses and chosen.n_free:
-        seen = {kind: (score_rows[kind], scored[kind]) for kind in scorer.queries}
         fit = layer.problem(*layer.fitted(plan, seen), chosen)
         regressed = regress(fit, keys, values, chosen.n_free, profile, inputs.keys.dtype)
         new_keys, new_values, states = regressed.keys, regressed.values, regressed.states
@@ -523,6 +583,15 @@ def _check(inputs: LayerInputs, plan: QueryPlan, scorer: Scorer, n_slots: int) -
                 f"expected a plan with {kind} queries, which selection {scorer.name!r} looks at, "
                 f"got none in score_{kind}"
             )
+    known, n_scoring = inputs.window, int(plan.score_window.sum())
+    if known is not None and (
+        known.mean.shape != (n_kv_heads, n_tokens) or known.output.shape[:2] != (n_scoring, queries.shape[1])
+    ):
+        raise ValueError(
+            f"expected attention of a window with a mean [{n_kv_heads}, {n_tokens}] and an output "
+            f"[{n_scoring}, {queries.shape[1]}, dv], got {list(known.mean.shape)} and "
+            f"{list(known.output.shape)}"
+        )
     if (inputs.ancestor_keys is None) != (inputs.ancestor_values is None):
         raise ValueError("expected ancestor_keys and ancestor_values together, got only one of them")
     if inputs.ancestor_keys is not None and inputs.ancestor_values is not None:

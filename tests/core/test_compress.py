@@ -27,6 +27,8 @@ from grkv_sglang.core import (
     Scorer,
     ScoringContext,
     SpanQuality,
+    WindowAttention,
+    attend_window,
     compress_layer,
     get_profile,
     plan_queries,
@@ -386,7 +388,7 @@ def test_what_a_selection_method_sees(
     assert ctx.rotary is made.rotary
     assert ctx.output_projection is inputs.output_projection
     assert all(ctx.passes[kind] is inputs.passes[kind] for kind in spy.passes)
-    assert set(ctx.weights) == set(ctx.queries) == {"window", "strata"}
+    assert set(ctx.attention) == set(ctx.queries) == {"window", "strata"}
     past = inputs.keys[:0] if inputs.ancestor_keys is None else inputs.ancestor_keys
     past_values = inputs.values[:0] if inputs.ancestor_values is None else inputs.ancestor_values
     for kind, chosen, moves in (
@@ -407,8 +409,49 @@ def test_what_a_selection_method_sees(
         # [m, Hq, x] -> [Hkv, m, G, x]
         expected = queries.view(m, 2, 3, 8).transpose(0, 1)
         torch.testing.assert_close(ctx.queries[kind].double(), expected, rtol=1e-4, atol=1e-4)  # type: ignore[index]
-        expected = weights[:, :, p:].view(m, 2, 3, 33).transpose(0, 1)
-        torch.testing.assert_close(ctx.weights[kind].double(), expected, rtol=1e-3, atol=1e-6)  # type: ignore[index]
+        expected = weights[:, :, p:].view(m, 2, 3, 33).mean(dim=(0, 2))
+        torch.testing.assert_close(ctx.attention[kind].double(), expected, rtol=1e-3, atol=1e-6)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["paper", "default", "mixture", "ragged"])
+@pytest.mark.parametrize("p", [0, 4])
+def test_what_a_probe_knows_of_the_window_changes_nothing(name: str, p: int) -> None:
+    made = layer(SMALL[name], 41, p=p, seed=5)
+    inputs, plan = made.inputs, made.plan
+    ancestors = None
+    if inputs.ancestor_keys is not None and inputs.ancestor_values is not None:
+        ancestors = inputs.ancestor_keys, inputs.ancestor_values
+    known = attend_window(
+        inputs.queries[plan.score_window], inputs.keys, inputs.values,
+        positions=plan.positions[plan.score_window], scale=inputs.scale, ancestors=ancestors,
+    )  # fmt: skip
+    output, weights = naive_attention(
+        inputs.queries[plan.score_window].double(),
+        torch.cat((inputs.keys[:0] if ancestors is None else ancestors[0], inputs.keys)),
+        torch.cat((inputs.values[:0] if ancestors is None else ancestors[1], inputs.values)),
+        scale=inputs.scale,
+        last_seen=[p + at for at in plan.positions[plan.score_window].tolist()],
+    )
+    torch.testing.assert_close(known.output.double(), output, rtol=1e-4, atol=1e-5)
+    m = len(weights)
+    expected = weights[:, :, p:].view(m, 2, -1, 41).mean(dim=(0, 2))
+    torch.testing.assert_close(known.mean.double(), expected, rtol=1e-4, atol=1e-7)
+    plain = made.compress(20)
+    told = replace(made, inputs=replace(inputs, window=known)).compress(20)
+    assert torch.equal(told.kept, plain.kept)
+    torch.testing.assert_close(told.keys, plain.keys, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(told.values, plain.values, rtol=1e-4, atol=1e-5)
+    assert told.error_after == pytest.approx(plain.error_after, rel=1e-3)
+
+
+def test_attention_of_another_window_is_refused() -> None:
+    made = layer(SMALL["paper"], 41, seed=5)
+    known = WindowAttention(torch.zeros(2, 41), torch.zeros(4, 6, 8))
+    with pytest.raises(ValueError, match=r"mean \[2, 41\] and an output \[5, 6, dv\], got"):
+        replace(made, inputs=replace(made.inputs, window=known)).compress(20)
+    known = WindowAttention(torch.zeros(2, 40), torch.zeros(5, 6, 8))
+    with pytest.raises(ValueError, match=r"got \[2, 40\]"):
+        replace(made, inputs=replace(made.inputs, window=known)).compress(20)
 
 
 RIDGE = {

@@ -50,7 +50,7 @@ def context(
     seed: int = 0,
     is_neox: bool = True,
 ) -> ScoringContext:
-    """Random float64: causal softmax weights of the last m positions, those of strata that see everything."""
+    """Random float64: causal attention of the last m positions, that of strata that see everything."""
     window = random(n_kv_heads, m, group, n, seed=seed, scale=2.0)
     for i in range(m):
         window[:, i, :, n - m + i + 1 :] = -torch.inf
@@ -58,8 +58,11 @@ def context(
     return ScoringContext(
         keys=random(n_kv_heads, n, 6, seed=seed + 4),
         values=random(n_kv_heads, n, 4, seed=seed + 1),
-        weights={"window": window.softmax(-1), "strata": strata.softmax(-1)},
-        queries={"strata": random(n_kv_heads, 4, group, 6, seed=seed + 5)},
+        attention={"window": window.softmax(-1).mean((1, 2)), "strata": strata.softmax(-1).mean((1, 2))},
+        queries={
+            "window": random(n_kv_heads, m, group, 6, seed=seed + 9),
+            "strata": random(n_kv_heads, 4, group, 6, seed=seed + 5),
+        },
         passes={
             "span": pass_statistics(n_kv_heads, n, seed=seed + 6),
             "repetition": pass_statistics(n_kv_heads, n, seed=seed + 7),
@@ -74,17 +77,6 @@ def context(
     )
 
 
-def naive_mean(weights: Tensor) -> list[list[float]]:
-    n_kv_heads, m, group, n = weights.shape
-    return [
-        [
-            sum(float(weights[h, i, g, s]) for i in range(m) for g in range(group)) / (m * group)
-            for s in range(n)
-        ]
-        for h in range(n_kv_heads)
-    ]
-
-
 def naive_snapkv(ctx: ScoringContext) -> list[list[float]]:
     before = ctx.keys.shape[1] - ctx.n_window
     half = ctx.pool_kernel // 2
@@ -94,7 +86,7 @@ def naive_snapkv(ctx: ScoringContext) -> list[list[float]]:
             for s in range(before)
         ]
         + row[max(before, 0) :]
-        for row in naive_mean(ctx.weights["window"])
+        for row in ctx.attention["window"].tolist()
     ]
 
 
@@ -104,7 +96,7 @@ def naive_norm(ctx: ScoringContext, head: int, token: int) -> float:
 
 def naive_projected_norm(ctx: ScoringContext, head: int, token: int) -> float:
     assert ctx.output_projection is not None
-    group, dv = ctx.weights["window"].shape[2], ctx.values.shape[-1]
+    group, dv = ctx.queries["window"].shape[2], ctx.values.shape[-1]
     total = 0.0
     for query_head in range(head * group, (head + 1) * group):
         block = ctx.output_projection[:, query_head * dv : (query_head + 1) * dv]
@@ -158,7 +150,7 @@ def naive_scores(name: str, ctx: ScoringContext) -> list[list[float]]:
         left = ctx.passes["questions" if name == "question_mass" else "repetition"]
         rows = numbers(left.square if name == "repetition_energy" else left.total)
         return [[x * naive_norm(ctx, h, s) for s, x in enumerate(row)] for h, row in enumerate(rows)]
-    mean = naive_mean(ctx.weights["strata"])
+    mean = ctx.attention["strata"].tolist()
     if name == "stratified":
         return mean
     assert name == "stratified_value"
@@ -251,7 +243,7 @@ def test_scores_of_a_context_in_float32(name: str) -> None:
         ctx,
         keys=ctx.keys.float(),
         values=ctx.values.float(),
-        weights=single(ctx.weights),  # type: ignore[arg-type]
+        attention=single(ctx.attention),  # type: ignore[arg-type]
         queries=single(ctx.queries),  # type: ignore[arg-type]
         passes={
             kind: PassStatistics(left.total.float(), left.square.float(), left.maximum.float())
@@ -272,7 +264,7 @@ def test_scoring_leaves_its_inputs_alone(name: str) -> None:
     kept = scores.clone()
     scorer.select(ctx, scores, torch.tensor([s >= 8 for s in range(11)]), 6)
     torch.testing.assert_close(scores, kept, rtol=0, atol=0)
-    for new, old in ((ctx.weights, same.weights), (ctx.queries, same.queries)):
+    for new, old in ((ctx.attention, same.attention), (ctx.queries, same.queries)):
         assert all(torch.equal(new[key], old[key]) for key in old)
     for kind, left in same.passes.items():
         assert all(torch.equal(getattr(ctx.passes[kind], name), kept) for name, kept in vars(left).items())
@@ -313,7 +305,8 @@ def test_the_first_stage_counts_always_kept_tokens(name: str) -> None:
     ctx = replace(
         context(),
         values=(10.0 ** torch.arange(n)).view(1, n, 1),
-        weights={"window": torch.zeros(1, 1, 1, n)},
+        attention={"window": torch.zeros(1, n)},
+        queries={"window": torch.zeros(1, 1, 1, 6)},
         output_projection=torch.ones(1, 1),
     )
     scores = torch.arange(n, 0, -1).view(1, n) / n
@@ -383,7 +376,8 @@ def test_critical_adakv_by_hand() -> None:
     ctx = replace(
         context(),
         values=values,
-        weights={"window": torch.zeros(2, 1, 1, 8)},
+        attention={"window": torch.zeros(2, 8)},
+        queries={"window": torch.zeros(2, 1, 1, 6)},
         output_projection=torch.ones(1, 2),
     )
     scores = torch.tensor(
@@ -407,7 +401,8 @@ def test_safe_tokens_survive_the_second_stage() -> None:
     ctx = replace(
         context(),
         values=values,
-        weights={"window": torch.zeros(2, 1, 1, 20)},
+        attention={"window": torch.zeros(2, 20)},
+        queries={"window": torch.zeros(2, 1, 1, 6)},
         output_projection=torch.ones(1, 2),
     )
     scores = torch.stack((torch.full((20,), 0.9), torch.arange(20, 0, -1) / 1000))

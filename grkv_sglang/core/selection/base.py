@@ -76,9 +76,9 @@ class ScoringContext:
     Attributes:
         keys: [Hkv, n, d] float32, post-RoPE.
         values: [Hkv, n, dv] float32.
-        weights: by kind, [Hkv, m, G, n] float32: attention of m probed queries of each of the G heads of a
-            group over the span, causal softmax weights over ancestors and span together. Holds the kinds that
-            the method names in `queries`.
+        attention: by kind, [Hkv, n] float32: causal softmax weights over ancestors and span together, the
+            mean over the m probed queries and the G heads of a group. Holds the kinds that the method names
+            in `queries`.
         queries: by kind, [Hkv, m, G, d] float32: these queries, at the positions that they are used at.
         passes: by kind, what a pass over many tokens left. Holds the kinds that the method names in `passes`.
         output_projection: [hidden, Hq * dv], the layer's output projection, or None where the engine
@@ -93,7 +93,7 @@ class ScoringContext:
 
     keys: Tensor
     values: Tensor
-    weights: Mapping[QueryKind, Tensor]
+    attention: Mapping[QueryKind, Tensor]
     queries: Mapping[QueryKind, Tensor] = field(default_factory=dict)
     passes: Mapping[PassKind, PassStatistics] = field(default_factory=dict)
     output_projection: Tensor | None = None

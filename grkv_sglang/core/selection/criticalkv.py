@@ -60,7 +60,7 @@ class CriticalKV(SnapKV):
                 f"selection {self.name!r} needs the layer's output projection, got None: pass an unquantised "
                 "weight [hidden, Hq * dv], or choose a selection that does without, such as 'snapkv'"
             )
-        n_kv_heads, _, group, _ = ctx.weights["window"].shape
+        n_kv_heads, _, group, _ = ctx.queries["window"].shape
         columns = n_kv_heads * group * ctx.values.shape[-1]
         if ctx.output_projection.ndim != 2 or ctx.output_projection.shape[1] != columns:
             raise ValueError(

@@ -23,8 +23,8 @@ class SnapKV(Scorer):
     queries = frozenset({"window"})
 
     def score(self, ctx: ScoringContext) -> Tensor:
-        # The pool is linear, so the mean over the group may come first.
-        mean = ctx.weights["window"].mean(dim=(1, 2))
+        # The pool is linear, so the mean over queries and group may come first.
+        mean = ctx.attention["window"]
         before = mean.shape[-1] - ctx.n_window
         if before <= 0:
             return mean

@@ -19,7 +19,7 @@ class Stratified(Scorer):
     queries = frozenset({"strata"})
 
     def score(self, ctx: ScoringContext) -> Tensor:
-        return ctx.weights["strata"].mean(dim=(1, 2))
+        return ctx.attention["strata"]
 
 
 class StratifiedValue(Stratified):
