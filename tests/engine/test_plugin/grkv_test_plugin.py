@@ -89,14 +89,15 @@ def register() -> None:
 
     setattr(torch_backend.GrkvTorchAttnBackend, "forward_extend", recording_extend)  # noqa: B010
 
-    probe = compressor._ProbeBackend.forward
+    probe = compressor._Together.forward
 
     def comparing_probe(self, q, k, v, layer, forward_batch, save_kv_cache=True):
         if layer.layer_id == 2 and take("probe"):
             raise RuntimeError("injected by a test")
         if (folder / "queries").exists():
-            rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            positions = forward_batch.positions.tolist()
+            n_probed = self._sizes[0]  # then come requests behind the span
+            rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)[:n_probed]
+            positions = forward_batch.positions.tolist()[:n_probed]
             known = torch.stack([prefill[layer.layer_id][p] for p in positions])
             entry = {
                 "layer": layer.layer_id,
@@ -108,7 +109,7 @@ def register() -> None:
                 out.write(json.dumps(entry) + "\n")
         return probe(self, q, k, v, layer, forward_batch, save_kv_cache)
 
-    setattr(compressor._ProbeBackend, "forward", comparing_probe)  # noqa: B010
+    setattr(compressor._Together, "forward", comparing_probe)  # noqa: B010
 
 
 def _poison_freed_slots() -> None:
