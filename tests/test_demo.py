@@ -16,6 +16,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+from grkv_sglang.client.state import GrkvState, spans_of, tokens_sha256
 from grkv_sglang.demo import identity, overhead
 from grkv_sglang.demo.client import ClientError, Generation, SglangClient
 from grkv_sglang.demo.cost import relative_cost
@@ -43,7 +44,6 @@ from grkv_sglang.demo.result import (
     write_json,
 )
 from grkv_sglang.demo.run import DemoSettings, run_demo, summarise
-from grkv_sglang.demo.state import GrkvState, spans_of, tokens_sha256
 from grkv_sglang.model import ensure_model
 from grkv_sglang.serving import RunningServer, ServerSpec
 
@@ -189,6 +189,12 @@ def span_state(**changes: Any) -> dict[str, Any]:
         "copy_s": 0.4,
         "compress_s": 1.0,
         "twin_freed": True,
+        "age_s": 5.0,
+        "pinned": False,
+        "ttl_s": None,
+        "reason": "explicit",
+        "generation": 0,
+        "namespace": None,
         "tokens_sha256": hashlib.sha256(struct.pack("<10q", *ids)).hexdigest(),
     }
     return state | changes
@@ -196,7 +202,15 @@ def span_state(**changes: Any) -> dict[str, Any]:
 
 def grkv_state(*spans: dict[str, Any]) -> dict[str, Any]:
     return {
-        "pool": {"total_slots": 100, "free_slots": 90, "exact_slots": 6, "span_slots": 4},
+        "config": {"budget": 0.1},
+        "pool": {
+            "total_slots": 100,
+            "free_slots": 90,
+            "exact_slots": 6,
+            "span_slots": 4,
+            "in_work_slots": 0,
+            "pinned_slots": 0,
+        },
         "counters": {
             "compressions_started": 1,
             "compressions_done": 1,
@@ -204,9 +218,18 @@ def grkv_state(*spans: dict[str, Any]) -> dict[str, Any]:
             "compressions_skipped": {"too_short": 2},
             "span_hits": {"prefer_compressed": 3},
             "span_tokens_served": 30,
+            "spans_made": {"explicit": 1},
+            "reprefilled_tokens": 0,
             "twins_freed": 1,
+            "spans_superseded": 0,
+            "spans_expired": 0,
+            "spans_outdated": 0,
+            "pins_refused": 0,
+            "deleted_slots": 0,
             "spans_evicted": 0,
+            "jobs_waiting": 0,
         },
+        "num_spans": len(spans),
         "spans": list(spans),
         "census": {"ok": True, "checks": 5, "last_error": None},
     }

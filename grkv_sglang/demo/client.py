@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httpx
 
-from grkv_sglang.demo.state import GrkvState, SpanState, spans_of
+from grkv_sglang.client.state import GrkvState, SpanState, spans_of
 
 REQUEST_TIMEOUT_S = 900.0
 FLUSH_TIMEOUT_S = 60.0

@@ -9,10 +9,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from grkv_sglang.client.state import spans_of
 from grkv_sglang.demo.client import Generation, SglangClient
 from grkv_sglang.demo.documents import DocumentPrompts
 from grkv_sglang.demo.result import EngineRun, RequestRecord, SpanRecord
-from grkv_sglang.demo.state import spans_of
 from grkv_sglang.serving import Engine
 
 

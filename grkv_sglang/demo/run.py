@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from grkv_sglang.client.state import CensusState
 from grkv_sglang.demo import identity, overhead
 from grkv_sglang.demo.client import Generation, SglangClient
 from grkv_sglang.demo.documents import Document, DocumentPrompts, document_prompts, load_documents
@@ -29,7 +30,6 @@ from grkv_sglang.demo.result import (
     Summary,
     Versions,
 )
-from grkv_sglang.demo.state import CensusState
 from grkv_sglang.serving import (
     MEMORY_CHECKS,
     Engine,

@@ -1,0 +1,1 @@
+"""What the `grkv` commands do, one module each; `cli.py` only reads their arguments."""

@@ -1,0 +1,173 @@
+"""What the clients make of SGLang's bodies, errors and streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grkv_sglang.client import GrkvApiError, GrkvConnectionError
+from grkv_sglang.client.answers import StreamReader, api_error, parse_completion, parse_state
+from tests.client.recorded import body, stream
+
+
+def test_a_chat():
+    answer = parse_completion(body("chat"), "url")
+    meta = body("chat")["choices"][0]["meta_info"]
+    assert answer.text == body("chat")["choices"][0]["message"]["content"]
+    assert answer.finish_reason == meta["finish_reason"]["type"]
+    assert answer.usage.prompt_tokens == meta["prompt_tokens"]
+    assert answer.usage.completion_tokens == meta["completion_tokens"] == len(answer.token_ids or [])
+    assert answer.usage.cached_tokens == meta["cached_tokens"] > 0
+    assert answer.grkv is not None
+    assert answer.grkv.model_dump() == meta["grkv"][0]
+    assert answer.prompt_token_ids == body("chat")["choices"][0]["prompt_token_ids"]
+    assert answer.request_id == meta["id"]
+
+
+def test_a_completion_tells_nothing_of_spans():
+    answer = parse_completion(body("completion"), "url")
+    assert answer.text == body("completion")["choices"][0]["text"]
+    assert (answer.grkv, answer.token_ids) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("details", "sglext", "cached"),
+    [
+        (None, None, 0),
+        ({"cached_tokens": 7}, None, 7),  # a server with --enable-cache-report
+        (None, {"cached_tokens_details": {"device": 5, "host": 2}}, 7),
+        (None, {"cached_tokens_details": {"device": 5, "host": 2, "storage": 1}}, 8),
+        (None, {"cached_tokens_details": None}, 0),
+    ],
+)
+def test_cached_tokens_of_every_form(details, sglext, cached):
+    found = body("completion")
+    found["usage"]["prompt_tokens_details"] = details
+    found["sglext"] = sglext
+    assert parse_completion(found, "url").usage.cached_tokens == cached
+
+
+def test_an_answer_without_the_plugin():
+    found = body("chat")
+    del found["choices"][0]["meta_info"]["grkv"]
+    assert parse_completion(found, "url").grkv is None
+
+
+@pytest.mark.parametrize("found", [{}, {"choices": []}, [], None, {"choices": [{"text": "x"}]}, "text"])
+def test_another_body_is_an_error_with_the_address(found):
+    with pytest.raises(GrkvConnectionError, match=r"http://here.*not an answer"):
+        parse_completion(found, "http://here")
+
+
+@pytest.mark.parametrize("found", [[], {}, [{"pool": {}}], "x"])
+def test_another_state_is_an_error(found):
+    with pytest.raises(GrkvConnectionError, match="not a state of this version"):
+        parse_state(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps(body("bad_options")), body("bad_options")["message"]),
+        ('{"error": {"message": "too long"}}', "too long"),
+        ('{"error": "Unauthorized"}', "Unauthorized"),
+        ('{"detail": "Method Not Allowed"}', "Method Not Allowed"),
+        ("<html>upstream</html>", "<html>upstream</html>"),
+        ("", "(no message)"),
+        ("[1]", "[1]"),
+        ("x" * 900, "x" * 500),
+    ],
+)
+def test_every_form_of_error(text: str, message: str):
+    request = httpx.Request("POST", "http://here/v1/chat/completions")
+    error = api_error(httpx.Response(400, text=text, request=request), "rid")
+    assert (error.status, error.message, error.request_id) == (400, message, "rid")
+    assert str(error) == f"400: {message} (request rid)"
+
+
+def test_a_missing_route_says_what_is_missing():
+    response = httpx.Response(
+        404, json={"detail": "Not Found"}, request=httpx.Request("GET", "http://a/grkv/state")
+    )
+    assert "no route /grkv/state: is it a server with the plugin" in str(api_error(response, None))
+
+
+def read(reader: StreamReader, parts: list[bytes]) -> list[str]:
+    return [piece for part in parts for piece in reader.feed(part)]
+
+
+STREAMS = ("chat_stream", "completion_stream")
+WIDE = "— 鐘 ü"
+
+
+def wide(name: str) -> bytes:
+    """A recorded stream with a word of its answer replaced by one of several bytes a character."""
+    plain = stream(name)
+    assert plain.count(b'" of"') == 1
+    return plain.replace(b'" of"', f'"{WIDE}"'.encode())
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream(name: str):
+    reader = StreamReader("rid", "url")
+    pieces = read(reader, [wide(name)])
+    result = reader.result()
+    assert len(pieces) == result.usage.completion_tokens == 3
+    assert result.text == "".join(pieces)
+    assert result.text.endswith(WIDE)
+    assert 0 < result.usage.cached_tokens < result.usage.prompt_tokens
+    assert result.finish_reason == "length"
+    assert result.grkv is None
+
+
+@given(st.data())
+def test_a_stream_may_be_cut_anywhere(data: st.DataObject):
+    name = data.draw(st.sampled_from(STREAMS))
+    ends = data.draw(st.sampled_from([b"\n", b"\r\n"]))
+    whole = wide(name).replace(b"\n", ends)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=40)))
+    parts = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    reader, uncut = StreamReader("rid", "url"), StreamReader("rid", "url")
+    assert read(reader, parts) == read(uncut, [wide(name)])
+    assert reader.result() == uncut.result()
+    assert WIDE in reader.result().text
+
+
+def test_every_single_byte_of_a_stream():
+    reader = StreamReader("rid", "url")
+    whole = wide("chat_stream")
+    pieces = read(reader, [whole[i : i + 1] for i in range(len(whole))])
+    assert "".join(pieces) == reader.result().text
+
+
+@given(st.integers(0, len(stream("chat_stream")) - 4))
+def test_a_stream_that_breaks_off_has_no_result(length: int):
+    reader = StreamReader("rid", "url")
+    reader.feed(stream("chat_stream")[:length])
+    with pytest.raises(GrkvConnectionError, match="broke off"):
+        reader.result()
+
+
+def test_comments_and_named_events_are_passed_over():
+    reader = StreamReader("rid", "url")
+    assert read(reader, [b": ping\n\nevent: note\n", stream("chat_stream")])
+    assert reader.result().finish_reason
+
+
+def test_an_error_inside_a_stream():
+    event: dict[str, Any] = {"error": {**body("bad_options"), "code": 503, "message": "out of memory"}}
+    reader = StreamReader("rid", "url")
+    with pytest.raises(GrkvApiError, match="503: out of memory") as error:
+        reader.feed(f"data: {json.dumps(event)}\n\n".encode())
+    assert error.value.request_id == "rid"
+
+
+@pytest.mark.parametrize("data", [b"data: {\n", b"data: 5\n", b"data: {}\n", b'data: {"error": "x"}\n'])
+def test_another_event_is_an_error(data: bytes):
+    with pytest.raises(GrkvConnectionError, match="not an event"):
+        StreamReader("rid", "url").feed(data)
