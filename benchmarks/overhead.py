@@ -22,8 +22,8 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from benchmarks.texts import shipped_tokens
 from grkv_sglang.demo.client import SglangClient
-from grkv_sglang.demo.documents import load_documents
 from grkv_sglang.model import ensure_model
 from grkv_sglang.serving import ServerSpec, detect_device, running_server
 
@@ -102,7 +102,7 @@ def main(
     console = Console()
     model = ensure_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    text = [t for d in load_documents() for t in tokenizer(d.text, add_special_tokens=False)["input_ids"]]
+    text = shipped_tokens(tokenizer)
     wanted = [int(length) for length in lengths.split(",")]
     with tempfile.TemporaryDirectory(prefix="grkv-overhead-") as folder:
         spec = ServerSpec(

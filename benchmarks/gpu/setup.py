@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from grkv_kernels.dispatch import INTERPRETED
@@ -67,21 +67,14 @@ LLAMA_31_8B = Sizes(
     copy_bytes=2**30,
 )
 
-QUICK = Sizes(
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    hidden=4096,
-    intermediate=14336,
-    layers=32,
+QUICK = replace(
+    LLAMA_31_8B,
     spans=(16384,),
     compression_span=16384,
-    pool_dtypes=(torch.bfloat16, torch.float16),
     batches=(1, 8),
     shares=(1.0, 0.1),
     repeats=5,
     warmups=2,
-    copy_bytes=2**30,
 )
 
 # float32 in place of bfloat16, with which Triton's interpreter computes garbage. The span is the shortest

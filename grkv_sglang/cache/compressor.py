@@ -469,32 +469,30 @@ class _ProbeBackend(_CachedAttention):
         self.window: dict[int, WindowAttention] = {}
         """Layer id -> attention of the plan's scoring window queries; empty where there are none."""
         device = source.slots.device
-        self._candidates, self._ancestors = source.candidates, source.ancestor_slots
-        self._in_window, self._window_positions = (
-            plan.score_window.to(device),
-            plan.positions[plan.score_window],
-        )
+        # One gather for both: what comes before is a view of it.
+        self._slots = torch.cat([source.ancestor_slots, source.candidates])
+        self._n_before = source.ancestor_slots.numel()
+        self._in_window = plan.score_window.to(device)
+        self._window_positions = plan.positions[plan.score_window]
         others = plan.positions[~plan.score_window].to(device)
         visible = torch.arange(source.num_candidates, device=device)[None, :] <= others[:, None]
-        self._mask = torch.cat([visible.new_ones(len(others), source.ancestor_slots.numel()), visible], dim=1)
+        self._mask = torch.cat([visible.new_ones(len(others), self._n_before), visible], dim=1)
 
     def attend(
         self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         # A copy: the tensor is a view of the layer's whole QKV projection.
         self.queries[layer.layer_id] = queries.clone(), layer.scaling
-        before = keys[self._ancestors], values[self._ancestors]
-        keys, values = keys[self._candidates], values[self._candidates]
+        keys, values = keys[self._slots], values[self._slots]
         output = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
         if len(self._window_positions):
             self.window[layer.layer_id] = window = attend_window(
-                queries[self._in_window], keys, values,
+                queries[self._in_window], keys[self._n_before :], values[self._n_before :],
                 positions=self._window_positions, scale=layer.scaling,
-                ancestors=before if self._ancestors.numel() else None,
+                ancestors=(keys[: self._n_before], values[: self._n_before]) if self._n_before else None,
             )  # fmt: skip
             output[self._in_window] = window.output.to(output.dtype)
         if len(self._mask):
-            keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
             output[~self._in_window] = scaled_dot_product_attention(
                 queries[~self._in_window].movedim(0, 1)[None],
                 keys.movedim(0, 1)[None], values.movedim(0, 1)[None],

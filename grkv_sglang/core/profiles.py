@@ -20,10 +20,10 @@ class Profile:
         name: shown in reports.
         scorer: name of the selection method (`grkv_sglang.core.selection.scorer_names`).
         n_window: the last positions of the span, which are always kept and never changed.
-        window_queries: number of last positions whose queries window methods select by; None: `n_window`.
         n_strata: number of strata whose middle queries strata methods select by.
-        fit_window: number of these queries that the regression fits, evenly spaced; all where there are
-            fewer.
+        window_tokens: the last positions that window queries are taken from; None: `n_window`.
+        window_queries: how many of their queries window methods select by, evenly spaced; None: all.
+        fit_window: how many of their queries the regression fits, evenly spaced; all where there are fewer.
         fit_strata: number of strata whose middle queries the regression fits.
         fit_repetition: number of queries that the regression fits out of the repetition of the span, evenly
             spaced (free where the selection repeats the span anyhow, else it costs that pass).
