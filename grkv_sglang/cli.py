@@ -5,26 +5,22 @@ Only arguments are read here; what a command does is in its module, imported whe
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
 
 from grkv_sglang import __version__
-from grkv_sglang.config import ConfigError, GrkvConfig, describe_errors, load_config
+from grkv_sglang.commands.options import with_settings
+from grkv_sglang.config import GrkvConfig, load_config
 from grkv_sglang.model import ModelError, default_model_dir, ensure_model
-from grkv_sglang.serving import (
-    ServerError,
-    detect_device,
-    plugin_arguments,
-    serve_environment,
-)
+from grkv_sglang.serving import ServerError, detect_device, plugin_arguments, serve_environment
+from grkv_sglang.settings import ConfigError, describe_errors
 
 if TYPE_CHECKING:
     from grkv_sglang.client import GrkvClient
@@ -133,7 +129,7 @@ def demo(
     console.print(f"plot: {plot}" + (f"; figures: {json}" if json else ""), highlight=False)
 
 
-def _serve(context: typer.Context, config: Path | None = None, **settings: Any) -> NoReturn:
+def _serve(context: typer.Context, config: Path | None, **settings: Any) -> NoReturn:
     """Start SGLang with the plugin's two backends; everything after `--` goes to SGLang.
 
     Example: grkv serve --budget 0.1 -- --model-path MODEL --port 30000
@@ -161,35 +157,10 @@ def serve_arguments(sglang_arguments: list[str], device: str) -> list[str]:
     return ours + sglang_arguments
 
 
-def _with_config_options() -> Any:
-    """`_serve` with one option per field of `GrkvConfig`, so that no field is listed twice."""
-    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    config_file = typer.Option(
-        "--config", help="Settings from a .toml, .yaml or .json file.", exists=True, dir_okay=False
-    )
-    options: dict[str, Any] = {"config": Annotated[Path | None, config_file]}
-    for name, field in GrkvConfig.model_fields.items():
-        value = field.get_default()
-        default = (
-            f" Default: {','.join(value) if isinstance(value, tuple) else value}."
-            if value is not None
-            else ""
-        )
-        # Lists are given as text, which the model splits.
-        annotation: Any = str if get_origin(field.annotation) is tuple else field.annotation
-        options[name] = Annotated[annotation | None, typer.Option(help=f"{field.description}{default}")]
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in options.items()
-    ]
-    _serve.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
-    return _serve
-
-
 app.command(
     "serve",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": False},
-)(_with_config_options())
+)(with_settings(_serve, GrkvConfig))
 
 
 def _client(url: str, api_key: str | None, admin_api_key: str | None, timeout_s: float) -> GrkvClient:

@@ -7,14 +7,12 @@ starts its workers as subprocesses and the environment is what reaches all of th
 
 from __future__ import annotations
 
-import json
-import os
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from grkv_sglang.settings import CONFIG_FILE, ConfigError, as_text, load_settings
 
 RADIX_BACKEND = "grkv"
 """The name under which SGLang knows the radix cache."""
@@ -30,14 +28,10 @@ ATTENTION_BACKENDS = {
 """SGLang's attention backends that have a subclass here, and the name under which SGLang knows it."""
 
 ENV_PREFIX = "GRKV_"
-CONFIG_FILE_ENV = "GRKV_CONFIG_FILE"
+CONFIG_FILE_ENV = ENV_PREFIX + CONFIG_FILE
 
 MatchMode = Literal["exact", "prefer_exact", "prefer_compressed"]
 Trigger = Literal["explicit", "insert", "reuse", "pressure"]
-
-
-class ConfigError(ValueError):
-    """The configuration is wrong; the message says where and what is valid."""
 
 
 class GrkvConfig(BaseModel):
@@ -157,22 +151,8 @@ class GrkvConfig(BaseModel):
 
 
 def load_config(environ: Mapping[str, str] | None = None) -> GrkvConfig:
-    """Read file and environment.
-
-    Raises ConfigError for an unreadable file, an unknown key (naming the valid ones) or a bad value.
-    """
-    env = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    path = env.get(CONFIG_FILE_ENV)
-    if path:
-        values.update(_read_file(Path(path)))
-    for name, raw in env.items():
-        if name.startswith(ENV_PREFIX) and name != CONFIG_FILE_ENV:
-            values[name[len(ENV_PREFIX) :].lower()] = raw
-    try:
-        return GrkvConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"grkv configuration: {describe_errors(error, GrkvConfig)}") from error
+    """Read file and environment; raises ConfigError as `load_settings` does."""
+    return load_settings(GrkvConfig, ENV_PREFIX, environ=environ, label="grkv configuration")
 
 
 def to_environment(values: Mapping[str, Any]) -> dict[str, str]:
@@ -180,49 +160,4 @@ def to_environment(values: Mapping[str, Any]) -> dict[str, str]:
     unknown = sorted(set(values) - set(GrkvConfig.model_fields))
     if unknown:
         raise ConfigError(f"grkv configuration: unknown {unknown}; valid are {list(GrkvConfig.model_fields)}")
-    return {ENV_PREFIX + name.upper(): _as_text(value) for name, value in values.items() if value is not None}
-
-
-def _as_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(value) if isinstance(value, list | tuple) else str(value)
-
-
-def describe_errors(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line for people: which field, what is wrong, and which fields exist if one does not."""
-    parts = []
-    for item in error.errors():
-        where = ".".join(str(p) for p in item["loc"]) or "value"
-        if item["type"] == "extra_forbidden":
-            parts.append(f"unknown field {where!r}; valid fields are {', '.join(model.model_fields)}")
-        else:
-            parts.append(f"{where}: {item['msg']} (got {item['input']!r})")
-    return "; ".join(parts)
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{CONFIG_FILE_ENV}: cannot read {path}: {error}") from error
-    try:
-        if path.suffix == ".toml":
-            values: Any = tomllib.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            import yaml
-
-            values = yaml.safe_load(text) or {}
-        elif path.suffix == ".json":
-            values = json.loads(text)
-        else:
-            raise ConfigError(f"{CONFIG_FILE_ENV}: {path} must end in .toml, .yaml, .yml or .json")
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{CONFIG_FILE_ENV}: {path} is not valid: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"{CONFIG_FILE_ENV}: {path} must hold a table of settings, got {type(values).__name__}"
-        )
-    return values
+    return {ENV_PREFIX + name.upper(): as_text(value) for name, value in values.items() if value is not None}

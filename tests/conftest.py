@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--engine-url",
+        help="A running server with the plugin for the tests of the services, instead of one of their own.",
+    )
+
+
 @pytest.fixture(scope="session")
 def model_path() -> Path:
     from grkv_sglang.model import ensure_model

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from grkv_sglang.cli import app, serve_arguments
-from grkv_sglang.config import ConfigError, GrkvConfig
+from grkv_sglang.config import GrkvConfig
 from grkv_sglang.serving import (
     Engine,
     ServerError,
@@ -24,6 +24,7 @@ from grkv_sglang.serving import (
     running_process,
     wait_until_healthy,
 )
+from grkv_sglang.settings import ConfigError
 
 SPEC = ServerSpec(Path("/models/small"), "stock", Path("server.log"), max_total_tokens=4096, random_seed=7)
 COMMON = [

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from grkv_sglang.cache.span import SpanNode
-from grkv_sglang.config import describe_errors
+from grkv_sglang.settings import describe_errors
 
 if TYPE_CHECKING:
     from grkv_sglang.cache.grkv_cache import GrkvRadixCache

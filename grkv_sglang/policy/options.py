@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from grkv_sglang.config import GrkvConfig, MatchMode, describe_errors
+from grkv_sglang.config import GrkvConfig, MatchMode
 from grkv_sglang.policy.ranges import parse_ranges
+from grkv_sglang.settings import describe_errors
 
 OPTIONS_KEY = "grkv"
 

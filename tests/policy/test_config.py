@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grkv_sglang.config import ConfigError, GrkvConfig, load_config, to_environment
+from grkv_sglang.config import GrkvConfig, load_config, to_environment
+from grkv_sglang.settings import ConfigError
 
 
 def test_defaults_need_no_source():

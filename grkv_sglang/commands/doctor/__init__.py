@@ -20,7 +20,8 @@ from grkv_sglang.commands.doctor.model import check_model
 from grkv_sglang.commands.doctor.server import check_server
 from grkv_sglang.commands.doctor.setup import check_config, check_entry_points, check_port
 from grkv_sglang.commands.doctor.versions import check_versions
-from grkv_sglang.config import ConfigError, GrkvConfig, load_config
+from grkv_sglang.config import GrkvConfig, load_config
+from grkv_sglang.settings import ConfigError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import socket
 from collections.abc import Mapping
 
 from grkv_sglang.commands.doctor.findings import Finding
-from grkv_sglang.config import ENV_PREFIX, ConfigError, GrkvConfig, load_config
+from grkv_sglang.config import ENV_PREFIX, GrkvConfig, load_config
+from grkv_sglang.settings import ConfigError
 
 ENTRY_POINTS = (("sglang.srt.plugins", "grkv"), ("sglang.srt.platforms", "grkv_cpu"))
 PLUGINS_ENV = "SGLANG_PLUGINS"
