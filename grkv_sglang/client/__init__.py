@@ -14,8 +14,8 @@ options, streams, the state and an operator's commands.
         )
         print(answer.text, answer.usage.cached_tokens, answer.grkv)
 
-SGLang tells what served a prompt (`Completion.grkv`) only for chats that are not streamed; the number of
-cached tokens it tells everywhere. Imports neither torch nor SGLang.
+SGLang tells what served a prompt (`Completion.grkv`) for chats that are not streamed and on its native route
+(`stream_generate`); the number of cached tokens it tells everywhere. Imports neither torch nor SGLang.
 """
 
 from grkv_sglang.client.async_client import AsyncGrkvClient, AsyncTextStream

@@ -115,12 +115,7 @@ class StreamReader:
     def __init__(self, request_id: str | None, url: str) -> None:
         self._request_id, self._url = request_id, url
         self._pending = b""
-        self._parts: list[str] = []
-        self._reasoning: list[str] = []
-        self._finish_reason: str | None = None
-        self._id, self._model = "", ""
-        self._usage: dict[str, Any] | None = None
-        self._sglext: dict[str, Any] | None = None
+        self._characters = 0
         self._done = False
 
     def feed(self, data: bytes) -> list[str]:
@@ -136,23 +131,57 @@ class StreamReader:
             # Events may have names (``event:``) and comments; the data says all we need.
             if line.startswith(_DATA):
                 pieces.append(self._event(line.removeprefix(_DATA).strip()))
+        self._characters += sum(map(len, pieces))
         return [piece for piece in pieces if piece]
+
+    def result(self) -> Completion:
+        """The whole answer, once the stream has ended.
+
+        Raises:
+            GrkvConnectionError: it broke off before its end.
+        """
+        completion = self._completion() if self._done else None
+        if completion is None:
+            raise GrkvConnectionError(
+                f"{self._url}: the stream broke off after {self._characters} characters"
+            )
+        return completion
 
     def _event(self, data: bytes) -> str:
         if data == _DONE:
             self._done = True
             return ""
         try:
-            return self._chunk(json.loads(data))
+            chunk = json.loads(data)
+            if "error" in chunk:
+                error = chunk["error"]
+                raise GrkvApiError(int(error.get("code") or 500), error["message"], self._request_id)
+            return self._chunk(chunk)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise GrkvConnectionError(
-                f"{self._url}: not an event of SGLang's OpenAI API: {error!r}"
-            ) from error
+            raise GrkvConnectionError(f"{self._url}: not an event of SGLang's: {error!r}") from error
 
     def _chunk(self, chunk: dict[str, Any]) -> str:
-        if "error" in chunk:
-            error = chunk["error"]
-            raise GrkvApiError(int(error.get("code") or 500), error["message"], self._request_id)
+        """The piece of text that one event adds."""
+        raise NotImplementedError
+
+    def _completion(self) -> Completion | None:
+        """What the events told; None where they did not tell all of it."""
+        raise NotImplementedError
+
+
+class OpenAIReader(StreamReader):
+    """Streams of ``/v1/chat/completions`` and ``/v1/completions``."""
+
+    def __init__(self, request_id: str | None, url: str) -> None:
+        super().__init__(request_id, url)
+        self._parts: list[str] = []
+        self._reasoning: list[str] = []
+        self._finish_reason: str | None = None
+        self._id, self._model = "", ""
+        self._usage: dict[str, Any] | None = None
+        self._sglext: dict[str, Any] | None = None
+
+    def _chunk(self, chunk: dict[str, Any]) -> str:
         self._id, self._model = chunk["id"], chunk["model"]
         self._usage = chunk.get("usage") or self._usage
         self._sglext = chunk.get("sglext") or self._sglext
@@ -166,16 +195,9 @@ class StreamReader:
         self._parts.append(piece)
         return piece
 
-    def result(self) -> Completion:
-        """The whole answer, once the stream has ended.
-
-        Raises:
-            GrkvConnectionError: it broke off before its end.
-        """
-        if not self._done or self._usage is None:
-            raise GrkvConnectionError(
-                f"{self._url}: the stream broke off after {sum(map(len, self._parts))} characters"
-            )
+    def _completion(self) -> Completion | None:
+        if self._usage is None:
+            return None
         return Completion(
             text="".join(self._parts),
             finish_reason=self._finish_reason,
@@ -183,4 +205,45 @@ class StreamReader:
             request_id=self._id,
             model=self._model,
             reasoning="".join(self._reasoning) or None,
+        )
+
+
+class GenerateReader(StreamReader):
+    """Streams of SGLang's native ``/generate``, whose every event has what served the prompt."""
+
+    def __init__(self, request_id: str | None, url: str) -> None:
+        super().__init__(request_id, url)
+        self._text = ""
+        self._meta: dict[str, Any] = {}
+        self._served: Served | None = None
+
+    def _chunk(self, chunk: dict[str, Any]) -> str:
+        meta, text = chunk["meta_info"], chunk["text"]
+        # Each event carries the whole answer so far, or with --incremental-streaming-output what is new; its
+        # token ids tell which.
+        if len(chunk["output_ids"]) < meta["completion_tokens"]:
+            text = self._text + text
+        piece: str = text[len(self._text) :]
+        self._text, self._meta = text, meta
+        if meta.get(OPTIONS_KEY):
+            self._served = Served.model_validate(meta[OPTIONS_KEY][0])
+        return piece
+
+    def _completion(self) -> Completion | None:
+        reason = self._meta.get("finish_reason")
+        if reason is None:
+            return None
+        prompt_tokens, new_tokens = self._meta["prompt_tokens"], self._meta["completion_tokens"]
+        return Completion(
+            text=self._text,
+            finish_reason=reason["type"],
+            usage=Usage(
+                prompt_tokens=prompt_tokens,
+                completion_tokens=new_tokens,
+                total_tokens=prompt_tokens + new_tokens,
+                cached_tokens=self._meta["cached_tokens"],
+            ),
+            grkv=self._served,
+            request_id=self._meta["id"],
+            model="",
         )

@@ -81,6 +81,12 @@ class AsyncGrkvClient:
         """As `GrkvClient.stream_complete`; the stream is there once its status is."""
         return await self._stream(calls.complete_call(prompt, stream=True, **fields))
 
+    async def stream_generate(
+        self, prompt: str | Sequence[int], **fields: Unpack[GenerationFields]
+    ) -> AsyncTextStream:
+        """As `GrkvClient.stream_generate`; the stream is there once its status is."""
+        return await self._stream(calls.generate_call(prompt, **fields), answers.GenerateReader)
+
     async def tokenize(self, content: str | Sequence[Message | Mapping[str, Any]]) -> list[int]:
         """As `GrkvClient.tokenize`."""
         ids: list[int] = answers.json_of(await self._send(calls.tokenize_call(content)))["tokens"]
@@ -127,10 +133,12 @@ class AsyncGrkvClient:
         response, _ = await self._open(call, self._connection.attempts(call), stream=False)
         return response
 
-    async def _stream(self, call: Call) -> AsyncTextStream:
+    async def _stream(
+        self, call: Call, reader: type[answers.StreamReader] = answers.OpenAIReader
+    ) -> AsyncTextStream:
         attempts = self._connection.attempts(call)
         response, request_id = await self._open(call, attempts, stream=True)
-        return AsyncTextStream(response, attempts, request_id)
+        return AsyncTextStream(response, attempts, reader(request_id, str(response.request.url)))
 
     async def _open(
         self, call: Call, attempts: Attempts, *, stream: bool
@@ -153,9 +161,8 @@ class AsyncGrkvClient:
 class AsyncTextStream:
     """`TextStream` for asyncio: iterate with ``async for``."""
 
-    def __init__(self, response: httpx.Response, attempts: Attempts, request_id: str | None) -> None:
-        self._response, self._attempts = response, attempts
-        self._reader = answers.StreamReader(request_id, str(response.request.url))
+    def __init__(self, response: httpx.Response, attempts: Attempts, reader: answers.StreamReader) -> None:
+        self._response, self._attempts, self._reader = response, attempts, reader
         self._result: Completion | None = None
 
     async def __aenter__(self) -> Self:

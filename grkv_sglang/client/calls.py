@@ -12,6 +12,7 @@ from grkv_sglang.policy.options import RequestOptions as CompressionOptions
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
+GENERATE_PATH = "/generate"
 
 DEFAULT_MODEL = "default"
 DEFAULT_MAX_TOKENS = 256
@@ -100,6 +101,24 @@ def complete_call(
     body: dict[str, Any] = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     body |= _generation_body(fields, stream=stream, return_token_ids=return_token_ids)
     return Call("POST", COMPLETION_PATH, body, named=True)
+
+
+def generate_call(prompt: str | Sequence[int], **fields: Unpack[GenerationFields]) -> Call:
+    """A streamed call of SGLang's native ``/generate``; `extra` holds further sampling parameters.
+
+    Raises:
+        ValueError: `extra` fields are the client's own.
+    """
+    common = _generation_body(fields, stream=False, return_token_ids=False)
+    _, _, adapter = common.pop("model").partition(":")
+    del common["return_cached_tokens_details"]
+    cache_salt = common.pop("cache_salt", None)
+    common["max_new_tokens"] = common.pop("max_tokens")
+    body: dict[str, Any] = {"sampling_params": common, "stream": True}
+    body |= {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    body |= {"cache_salt": cache_salt} if cache_salt is not None else {}
+    body |= {"lora_path": adapter} if adapter else {}
+    return Call("POST", GENERATE_PATH, body, named=True)
 
 
 def tokenize_call(content: str | Sequence[Message | Mapping[str, Any]]) -> Call:

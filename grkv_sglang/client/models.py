@@ -48,9 +48,9 @@ class Completion(BaseModel):
         finish_reason: ``stop``, ``length``, ...; None where the server gave none.
         usage: token counts.
         grkv: what served the prompt; None where the server does not tell: on ``/v1/completions``, in
-            streams, and without the plugin. `usage.cached_tokens` is there in all of them.
+            streams of the OpenAI API, and without the plugin. `usage.cached_tokens` is there in all of them.
         request_id: the id under which the server's log knows the request.
-        model: the model's name as the server gives it.
+        model: the model's name as the server gives it; empty on the native route.
         reasoning: the reasoning that the server parsed out of a chat's answer, if it does.
         tool_calls: as the server gives them.
         prompt_token_ids, token_ids: where they were asked for (``return_token_ids``).

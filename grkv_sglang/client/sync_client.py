@@ -91,6 +91,14 @@ class GrkvClient:
         """A continuation piece by piece. Tried again only until its first byte."""
         return self._stream(calls.complete_call(prompt, stream=True, **fields))
 
+    def stream_generate(self, prompt: str | Sequence[int], **fields: Unpack[GenerationFields]) -> TextStream:
+        """A continuation piece by piece over SGLang's native route, which tells what served the prompt
+        (`Completion.grkv`) in streams too. For a chat: ``client.stream_generate(client.tokenize(messages))``.
+
+        Refused options are an error when the stream is read. Tried again only until its first byte.
+        """
+        return self._stream(calls.generate_call(prompt, **fields), answers.GenerateReader)
+
     def tokenize(self, content: str | Sequence[Message | Mapping[str, Any]]) -> list[int]:
         """Token ids of a text, or of messages as `chat` would render them."""
         ids: list[int] = answers.json_of(self._send(calls.tokenize_call(content)))["tokens"]
@@ -140,10 +148,10 @@ class GrkvClient:
         response, _ = self._open(call, self._connection.attempts(call), stream=False)
         return response
 
-    def _stream(self, call: Call) -> TextStream:
+    def _stream(self, call: Call, reader: type[answers.StreamReader] = answers.OpenAIReader) -> TextStream:
         attempts = self._connection.attempts(call)
         response, request_id = self._open(call, attempts, stream=True)
-        return TextStream(response, attempts, request_id)
+        return TextStream(response, attempts, reader(request_id, str(response.request.url)))
 
     def _open(self, call: Call, attempts: Attempts, *, stream: bool) -> tuple[httpx.Response, str | None]:
         """The first answer of status 200, and the id of its request."""
@@ -165,9 +173,8 @@ class TextStream:
     """Pieces of an answer as they come; iterate once. A context manager that closes its connection, which
     ends the request on the server."""
 
-    def __init__(self, response: httpx.Response, attempts: Attempts, request_id: str | None) -> None:
-        self._response, self._attempts = response, attempts
-        self._reader = answers.StreamReader(request_id, str(response.request.url))
+    def __init__(self, response: httpx.Response, attempts: Attempts, reader: answers.StreamReader) -> None:
+        self._response, self._attempts, self._reader = response, attempts, reader
         self._result: Completion | None = None
 
     def __enter__(self) -> Self:

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grkv_sglang.client import GrkvApiError, GrkvConnectionError
-from grkv_sglang.client.answers import StreamReader, api_error, parse_completion, parse_state
+from grkv_sglang.client.answers import (
+    GenerateReader,
+    OpenAIReader,
+    StreamReader,
+    api_error,
+    parse_completion,
+    parse_state,
+)
 from tests.client.recorded import body, stream
 
 
@@ -101,73 +108,109 @@ def read(reader: StreamReader, parts: list[bytes]) -> list[str]:
     return [piece for part in parts for piece in reader.feed(part)]
 
 
-STREAMS = ("chat_stream", "completion_stream")
+READERS: dict[str, type[StreamReader]] = {
+    "chat_stream": OpenAIReader,
+    "completion_stream": OpenAIReader,
+    "generate_stream": GenerateReader,
+}
 WIDE = "— 鐘 ü"
+
+
+def reader_of(name: str) -> StreamReader:
+    return READERS[name]("rid", "url")
 
 
 def wide(name: str) -> bytes:
     """A recorded stream with a word of its answer replaced by one of several bytes a character."""
     plain = stream(name)
-    assert plain.count(b'" of"') == 1
-    return plain.replace(b'" of"', f'"{WIDE}"'.encode())
+    # Native events repeat the answer so far.
+    assert plain.count(b'" of') == (3 if name == "generate_stream" else 1)
+    return plain.replace(b'" of', f'"{WIDE}'.encode())
 
 
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("name", READERS)
 def test_a_stream(name: str):
-    reader = StreamReader("rid", "url")
+    reader = reader_of(name)
     pieces = read(reader, [wide(name)])
     result = reader.result()
     assert len(pieces) == result.usage.completion_tokens == 3
     assert result.text == "".join(pieces)
-    assert result.text.endswith(WIDE)
+    assert WIDE in result.text
     assert 0 < result.usage.cached_tokens < result.usage.prompt_tokens
     assert result.finish_reason == "length"
-    assert result.grkv is None
+    assert (result.grkv is not None) == (name == "generate_stream")
+
+
+def test_a_native_stream_tells_what_served_the_prompt():
+    reader = reader_of("generate_stream")
+    assert read(reader, [stream("generate_stream")]) == [" of", " the", " Angels"]
+    result = reader.result()
+    assert result.grkv is not None
+    assert (result.grkv.span_tokens, result.grkv.span_slots) == (400, 40)
+    assert (result.usage.prompt_tokens, result.usage.cached_tokens) == (404, 400)
+    assert result.request_id == "grkv-2"
+
+
+def test_a_native_stream_of_a_server_that_sends_only_what_is_new():
+    """SGLang's --incremental-streaming-output."""
+    new = stream("generate_stream")
+    for old, piece in (
+        (b'" of the","output_ids":[282,260]', b'" the","output_ids":[260]'),
+        (b'" of the Angels","output_ids":[282,260,40097]', b'" Angels","output_ids":[40097]'),
+    ):
+        assert old in new
+        new = new.replace(old, piece)
+    reader, whole = reader_of("generate_stream"), reader_of("generate_stream")
+    assert read(reader, [new]) == read(whole, [stream("generate_stream")])
+    assert reader.result() == whole.result()
 
 
 @given(st.data())
 def test_a_stream_may_be_cut_anywhere(data: st.DataObject):
-    name = data.draw(st.sampled_from(STREAMS))
+    name = data.draw(st.sampled_from(sorted(READERS)))
     ends = data.draw(st.sampled_from([b"\n", b"\r\n"]))
     whole = wide(name).replace(b"\n", ends)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=40)))
     parts = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
-    reader, uncut = StreamReader("rid", "url"), StreamReader("rid", "url")
+    reader, uncut = reader_of(name), reader_of(name)
     assert read(reader, parts) == read(uncut, [wide(name)])
     assert reader.result() == uncut.result()
     assert WIDE in reader.result().text
 
 
 def test_every_single_byte_of_a_stream():
-    reader = StreamReader("rid", "url")
+    reader = reader_of("chat_stream")
     whole = wide("chat_stream")
     pieces = read(reader, [whole[i : i + 1] for i in range(len(whole))])
     assert "".join(pieces) == reader.result().text
 
 
-@given(st.integers(0, len(stream("chat_stream")) - 4))
-def test_a_stream_that_breaks_off_has_no_result(length: int):
-    reader = StreamReader("rid", "url")
-    reader.feed(stream("chat_stream")[:length])
+@given(st.sampled_from(sorted(READERS)), st.data())
+def test_a_stream_that_breaks_off_has_no_result(name: str, data: st.DataObject):
+    whole = stream(name).rstrip()
+    reader = reader_of(name)
+    reader.feed(whole[: data.draw(st.integers(0, len(whole) - 1))])
     with pytest.raises(GrkvConnectionError, match="broke off"):
         reader.result()
 
 
 def test_comments_and_named_events_are_passed_over():
-    reader = StreamReader("rid", "url")
+    reader = reader_of("chat_stream")
     assert read(reader, [b": ping\n\nevent: note\n", stream("chat_stream")])
     assert reader.result().finish_reason
 
 
-def test_an_error_inside_a_stream():
+@pytest.mark.parametrize("name", READERS)
+def test_an_error_inside_a_stream(name: str):
     event: dict[str, Any] = {"error": {**body("bad_options"), "code": 503, "message": "out of memory"}}
-    reader = StreamReader("rid", "url")
+    reader = reader_of(name)
     with pytest.raises(GrkvApiError, match="503: out of memory") as error:
         reader.feed(f"data: {json.dumps(event)}\n\n".encode())
     assert error.value.request_id == "rid"
 
 
+@pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("data", [b"data: {\n", b"data: 5\n", b"data: {}\n", b'data: {"error": "x"}\n'])
-def test_another_event_is_an_error(data: bytes):
+def test_another_event_is_an_error(name: str, data: bytes):
     with pytest.raises(GrkvConnectionError, match="not an event"):
-        StreamReader("rid", "url").feed(data)
+        reader_of(name).feed(data)

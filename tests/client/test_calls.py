@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from grkv_sglang.client import CompressionOptions
-from grkv_sglang.client.calls import chat_call, command_call, complete_call, tokenize_call
+from grkv_sglang.client.calls import chat_call, command_call, complete_call, generate_call, tokenize_call
 from grkv_sglang.policy.options import parse_options
 
 MESSAGES = [{"role": "user", "content": "Who?"}]
@@ -72,6 +72,28 @@ def test_a_completion(prompt, sent):
     assert call.path == "/v1/completions"
     assert body_of(call)["prompt"] == sent
     assert "return_meta_info" not in body_of(call)
+
+
+def test_a_native_call():
+    call = generate_call(
+        (1, 2), model="base:adapter", max_tokens=7, temperature=0.5, stop=("a",), cache_salt="tenant",
+        options=CompressionOptions(prefix_end_tokens=2), extra={"top_p": 0.9},
+    )  # fmt: skip
+    assert call.path == "/generate"
+    assert body_of(call) == {
+        "input_ids": [1, 2],
+        "stream": True,
+        "lora_path": "adapter",
+        "cache_salt": "tenant",
+        "sampling_params": {
+            "max_new_tokens": 7,
+            "temperature": 0.5,
+            "stop": ["a"],
+            "top_p": 0.9,
+            "custom_params": {"grkv": {"prefix_end_tokens": 2}},
+        },
+    }
+    assert body_of(generate_call("a text"))["text"] == "a text"
 
 
 @pytest.mark.parametrize("options", [None, CompressionOptions()])

@@ -126,7 +126,11 @@ def test_tokenize():
 
 @pytest.mark.parametrize(
     ("method", "content", "name"),
-    [("stream_chat", MESSAGES, "chat_stream"), ("stream_complete", "x", "completion_stream")],
+    [
+        ("stream_chat", MESSAGES, "chat_stream"),
+        ("stream_complete", "x", "completion_stream"),
+        ("stream_generate", [1, 2], "generate_stream"),
+    ],
 )
 def test_streams(method: str, content: Any, name: str):
     (pieces, result), script = both(lambda: [httpx.Response(200, content=stream(name))], method, content)

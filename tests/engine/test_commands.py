@@ -22,7 +22,7 @@ from grkv_sglang.client import (
     Message,
     Timeouts,
 )
-from grkv_sglang.client.calls import chat_call, complete_call
+from grkv_sglang.client.calls import chat_call, complete_call, generate_call
 from tests.client import recorded
 from tests.engine.client import Client, distinct_tails, document
 from tests.engine.conftest import engine
@@ -113,6 +113,12 @@ def test_streams_and_the_asynchronous_client_say_the_same(server: Client, client
     assert "".join(pieces) == stream.result.text == whole.text
     assert stream.result.usage.cached_tokens >= span["tokens"]
     assert stream.result.usage.completion_tokens == whole.usage.completion_tokens
+
+    with client.stream_generate(client.tokenize(chat(text, "What did it carry?")), **asked) as native:
+        assert "".join(native) == whole.text
+    assert native.result.grkv == whole.grkv
+    assert native.result.usage == whole.usage
+    assert native.result.finish_reason == whole.finish_reason
 
     async def run() -> tuple[Completion, Completion]:
         async with AsyncGrkvClient(url) as other:
@@ -289,6 +295,7 @@ def test_recorded_bodies_are_such_as_this_server_sends(server: Client, client: G
         "completion.json": complete_call("The ferry left", max_tokens=3),
         "chat_stream.txt": chat_call(messages, max_tokens=3, stream=True),
         "completion_stream.txt": complete_call("The ferry left", max_tokens=3, stream=True),
+        "generate_stream.txt": generate_call(client.tokenize(messages), max_tokens=3),
         "bad_options.json": chat_call(messages, options=CompressionOptions(budget=0.001)),
     }
     sent = {name: server.http.post(call.path, json=call.body).content for name, call in calls.items()}
