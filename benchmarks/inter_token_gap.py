@@ -25,6 +25,8 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
 
+from benchmarks.serving.client import generate_body, stream_events
+from benchmarks.serving.record import environment
 from benchmarks.texts import shipped_tokens
 from grkv_sglang.model import ensure_model
 from grkv_sglang.serving import ServerSpec, detect_device, running_server
@@ -65,12 +67,8 @@ class Decoding:
             await asyncio.sleep(0.1)
 
     async def _read(self, index: int, prompt: list[int], new_tokens: int) -> None:
-        params = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": params, "stream": True}
-        async with self._http.stream("POST", "/generate", json=body) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    self.arrivals[index].append(time.perf_counter())
+        async for arrived_s, _ in stream_events(self._http, generate_body(prompt, new_tokens)):
+            self.arrivals[index].append(arrived_s)
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -169,6 +167,8 @@ def main(
         for kind in ("prefill chunk", "compression")
     }
     result = {
+        "benchmark": "inter-token-gap",
+        "environments": [environment(detect_device()).model_dump()],
         "tokens": tokens,
         "streams": STREAMS,
         "chunk_tokens": CHUNK_TOKENS,

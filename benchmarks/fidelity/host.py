@@ -376,15 +376,19 @@ class _Pass:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         cached = self._prefix.layers[layer]
+        keys, values = cached.keys.transpose(0, 1), cached.values.transpose(0, 1)
+        n_tokens, attended = len(keys), self.chunk.attended_tokens(keys.device)
+        if attended is not None:
+            keys, values = keys[attended], values[attended]
         output = self.results.attend(
             layer,
             self.chunk,
             queries=q[0].transpose(0, 1),
             own_keys=k[0].transpose(0, 1),
             own_values=v[0].transpose(0, 1),
-            keys=cached.keys.transpose(0, 1),
-            values=cached.values.transpose(0, 1),
-            ancestors=None,
+            keys=keys,
+            values=values,
+            n_tokens=n_tokens,
             scale=scale,
         )
         return output.to(q.dtype).transpose(0, 1)[None]

@@ -154,7 +154,7 @@ class Span:
         chosen = self.plan.score_window
         return attend_window(
             self.queries[chosen.to(self.queries.device)], self.layer.keys, self.layer.values,
-            positions=self.plan.positions[chosen], scale=self.scale, ancestors=None,
+            positions=self.plan.positions[chosen], n_tokens=self.n_tokens, scale=self.scale,
         )  # fmt: skip
 
     def attend_questions(self) -> PassResults:
@@ -162,7 +162,7 @@ class Span:
         (chunk,) = question_chunks(range(QUESTION_TOKENS), n_tokens=self.n_tokens)
         results.attend(
             0, chunk, queries=self.asked, own_keys=self.asked_keys, own_values=self.asked_values,
-            keys=self.layer.keys, values=self.layer.values, ancestors=None, scale=self.scale,
+            keys=self.layer.keys, values=self.layer.values, n_tokens=self.n_tokens, scale=self.scale,
         )  # fmt: skip
         return results
 

@@ -18,6 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,9 +107,14 @@ class SpanSource:
     def num_candidates(self) -> int:
         return self.merged_slots.numel() + self.slots.numel()
 
-    @property
+    @cached_property
     def candidates(self) -> Tensor:
         return torch.cat([self.merged_slots, self.slots])
+
+    @cached_property
+    def path_slots(self) -> Tensor:
+        """[p + j + k], from the sequence's start to the span's end."""
+        return torch.cat([self.ancestor_slots, self.candidates])
 
 
 class Compressor:
@@ -188,22 +194,22 @@ class Compressor:
             plan = plan_queries(n_candidates, profile, first=source.merged_slots.numel())
         except ValueError as error:
             raise CompressionError("too_short", str(error)) from error
-        probe = _ProbeBackend(self._pool, source, plan)
+        probe = _Probe(source, plan)
         work = Compression(self, source, profile, plan, new_slots, probe, protected, lora_id)
         if n_slots < n_candidates:
             work.chunks.extend(self._chunks(source, profile))
         relative = plan.positions - source.merged_slots.numel()
         ids = [source.token_ids[i] for i in relative.tolist()]
         positions = relative + source.exact_start_tokens
-        parts: list[tuple[int, _CachedAttention]] = [(len(ids), probe)]
+        parts: list[tuple[int, _Reader]] = [(len(ids), probe)]
         if work.chunks and work.chunks[0][0] == "questions":
             # As few tokens as the probe's: in its forward pass, which mostly reads the model's weights.
             kind, chunk = work.chunks.popleft()
-            parts.append((len(chunk.token_ids), _PassBackend(self._pool, source, work.results[kind], chunk)))
+            parts.append((len(chunk.token_ids), _PassReader(source, work.results[kind], chunk)))
             ids += chunk.token_ids
             positions = torch.cat([positions, self._positions(source, chunk)])
         with self.on_forward_stream():
-            self._forward(ids, positions, _Together(self._pool, parts), lora_id)
+            self._forward(ids, positions, parts, lora_id)
         if len(probe.queries) != self.num_layers:
             raise CompressionError(
                 "incomplete", f"the probe passed {len(probe.queries)} of {self.num_layers} layers"
@@ -241,10 +247,10 @@ class Compressor:
 
     def run_chunk(self, work: Compression, kind: PassKind, chunk: PassChunk) -> None:
         """One forward pass of `work`."""
-        backend = _PassBackend(self._pool, work.source, work.results[kind], chunk)
+        parts = [(len(chunk.token_ids), _PassReader(work.source, work.results[kind], chunk))]
         with self.on_forward_stream():
             positions = self._positions(work.source, chunk)
-            self._forward(list(chunk.token_ids), positions, backend, work.lora_id)
+            self._forward(list(chunk.token_ids), positions, parts, work.lora_id)
 
     @staticmethod
     def _positions(source: SpanSource, chunk: PassChunk) -> Tensor:
@@ -270,16 +276,17 @@ class Compressor:
         source = work.source
         keys = self._pool.get_key_buffer(layer_id)
         values = self._pool.get_value_buffer(layer_id)
-        candidates, ancestors = source.candidates, source.ancestor_slots
+        n_before = source.ancestor_slots.numel()
+        path_keys, path_values = (buffer.index_select(0, source.path_slots) for buffer in (keys, values))
         queries, scale = work.probe.queries[layer_id]
         result = compress_layer(
             LayerInputs(
-                keys=keys[candidates],
-                values=values[candidates],
+                keys=path_keys[n_before:],
+                values=path_values[n_before:],
                 queries=queries,
                 scale=scale,
-                ancestor_keys=keys[ancestors] if ancestors.numel() else None,
-                ancestor_values=values[ancestors] if ancestors.numel() else None,
+                ancestor_keys=path_keys[:n_before] if n_before else None,
+                ancestor_values=path_values[:n_before] if n_before else None,
                 output_projection=self._output_projections.get(layer_id),
                 passes={kind: results.statistics(layer_id) for kind, results in work.results.items()},
                 pass_queries={
@@ -306,8 +313,15 @@ class Compressor:
         work.copy_s += time.perf_counter() - started
         return result
 
-    def _forward(self, token_ids: list[int], positions: Tensor, backend: Any, lora_id: str | None) -> None:
-        """The model's layers over these tokens at these positions, with attention by `backend`."""
+    def _forward(
+        self,
+        token_ids: list[int],
+        positions: Tensor,
+        parts: Sequence[tuple[int, _Reader]],
+        lora_id: str | None,
+    ) -> None:
+        """The model's layers over these tokens at these positions: so many for each reader."""
+        backend = _CachedAttention(self._pool, parts)
         device = self._runner.device
         ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
         end = int(positions[-1]) + 1
@@ -365,7 +379,7 @@ class Compression:
         profile: Profile,
         plan: QueryPlan,
         new_slots: Tensor,
-        probe: _ProbeBackend,
+        probe: _Probe,
         protected: Tensor | None,
         lora_id: str | None,
     ) -> None:
@@ -425,11 +439,27 @@ class Compression:
         )
 
 
-class _CachedAttention:
-    """Attention backend of a forward pass over a cached prefix: writes no KV."""
+class _Reader:
+    """Some tokens of a forward pass over a cached prefix, and what is noted of their attention."""
 
-    def __init__(self, pool: Any) -> None:
+    slots: Tensor
+    """[s] int64, what they attend to, in the pool."""
+
+    def attend(
+        self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """[m, Hq, dv] for queries [m, Hq, d] and their own k and v, over keys and values [s, Hkv, ...] of
+        `slots`."""
+        raise NotImplementedError
+
+
+class _CachedAttention:
+    """Attention backend of a forward pass over a cached prefix, whose tokens belong to one reader after the
+    other: writes no KV."""
+
+    def __init__(self, pool: Any, parts: Sequence[tuple[int, _Reader]]) -> None:
         self.token_to_kv_pool = pool
+        self._sizes, self._readers = zip(*parts, strict=True)
 
     def forward(
         self,
@@ -445,51 +475,51 @@ class _CachedAttention:
             raise CompressionError(
                 "unsupported_model", f"attention arguments {sorted(unexpected)} are not served"
             )
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        buffers = (
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+        )
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        output = self.attend(layer, queries, k, v, keys, values)
-        return output.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
+        split = (tensor.split(self._sizes) for tensor in (queries, k, v))
+        outputs = []
+        gathered: tuple[Tensor, Tensor, Tensor] | None = None
+        for reader, *own in zip(self._readers, *split, strict=True):
+            # Gathering a long prefix costs as much as attending to it: once for readers of the same slots.
+            if gathered is None or gathered[0] is not reader.slots:
+                gathered = reader.slots, *(buffer.index_select(0, reader.slots) for buffer in buffers)
+            outputs.append(reader.attend(layer, *own, *gathered[1:]))
+        return torch.cat(outputs).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
-    def attend(
-        self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """[m, Hq, dv] for queries [m, Hq, d] and their own k and v, over the pool's buffers of the layer."""
-        raise NotImplementedError
 
+class _Probe(_Reader):
+    """The plan's queries, each at its own position: keeps each layer's queries, and of those that score as
+    the window their attention."""
 
-class _ProbeBackend(_CachedAttention):
-    """Attention backend of one probe pass: attends to cached KV, writes none, keeps each layer's queries, and
-    of those that score as the window their attention."""
-
-    def __init__(self, pool: Any, source: SpanSource, plan: QueryPlan) -> None:
-        super().__init__(pool)
+    def __init__(self, source: SpanSource, plan: QueryPlan) -> None:
         self.queries: dict[int, tuple[Tensor, float]] = {}
         """Layer id -> queries [m, Hq, d] after RoPE, attention scale."""
         self.window: dict[int, WindowAttention] = {}
         """Layer id -> attention of the plan's scoring window queries; empty where there are none."""
-        device = source.slots.device
-        # One gather for both: what comes before is a view of it.
-        self._slots = torch.cat([source.ancestor_slots, source.candidates])
-        self._n_before = source.ancestor_slots.numel()
+        self.slots = source.path_slots
+        device = self.slots.device
+        self._n_tokens = source.num_candidates
         self._in_window = plan.score_window.to(device)
         self._window_positions = plan.positions[plan.score_window]
         others = plan.positions[~plan.score_window].to(device)
-        visible = torch.arange(source.num_candidates, device=device)[None, :] <= others[:, None]
-        self._mask = torch.cat([visible.new_ones(len(others), self._n_before), visible], dim=1)
+        visible = torch.arange(self._n_tokens, device=device)[None, :] <= others[:, None]
+        before = visible.new_ones(len(others), source.ancestor_slots.numel())
+        self._mask = torch.cat([before, visible], dim=1)
 
     def attend(
         self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         # A copy: the tensor is a view of the layer's whole QKV projection.
         self.queries[layer.layer_id] = queries.clone(), layer.scaling
-        keys, values = keys[self._slots], values[self._slots]
         output = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
         if len(self._window_positions):
             self.window[layer.layer_id] = window = attend_window(
-                queries[self._in_window], keys[self._n_before :], values[self._n_before :],
-                positions=self._window_positions, scale=layer.scaling,
-                ancestors=(keys[: self._n_before], values[: self._n_before]) if self._n_before else None,
+                queries[self._in_window], keys, values,
+                positions=self._window_positions, n_tokens=self._n_tokens, scale=layer.scaling,
             )  # fmt: skip
             output[self._in_window] = window.output.to(output.dtype)
         if len(self._mask):
@@ -502,49 +532,32 @@ class _ProbeBackend(_CachedAttention):
         return output
 
 
-class _PassBackend(_CachedAttention):
-    """Attention backend of one chunk of a pass: attends to cached KV and its own tokens, writes nothing."""
+class _PassReader(_Reader):
+    """One chunk of a pass: attends to cached KV and its own tokens; their attention is counted."""
 
-    def __init__(self, pool: Any, source: SpanSource, results: PassResults, chunk: PassChunk) -> None:
-        super().__init__(pool)
-        self._candidates, self._ancestors = source.candidates, source.ancestor_slots
+    def __init__(self, source: SpanSource, results: PassResults, chunk: PassChunk) -> None:
+        self._n_tokens = source.num_candidates
         self._results, self._chunk = results, chunk
+        self.slots = source.path_slots
+        attended = chunk.attended_tokens(self.slots.device)
+        if attended is not None:
+            self.slots = torch.cat([source.ancestor_slots, source.candidates[attended]])
 
     def attend(
         self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        ancestors = self._ancestors
         output = self._results.attend(
             layer.layer_id,
             self._chunk,
             queries=queries,
             own_keys=k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             own_values=v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            keys=keys[self._candidates],
-            values=values[self._candidates],
-            ancestors=(keys[ancestors], values[ancestors]) if ancestors.numel() else None,
+            keys=keys,
+            values=values,
+            n_tokens=self._n_tokens,
             scale=layer.scaling,
         )
         return output.to(queries.dtype)
-
-
-class _Together(_CachedAttention):
-    """Several backends in one forward pass, each for so many of its tokens."""
-
-    def __init__(self, pool: Any, parts: Sequence[tuple[int, _CachedAttention]]) -> None:
-        super().__init__(pool)
-        self._sizes, self._backends = zip(*parts, strict=True)
-
-    def attend(
-        self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        split = (tensor.split(self._sizes) for tensor in (queries, k, v))
-        return torch.cat(
-            [
-                backend.attend(layer, *own, keys, values)
-                for backend, *own in zip(self._backends, *split, strict=True)
-            ]
-        )
 
 
 @contextlib.contextmanager

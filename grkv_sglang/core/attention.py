@@ -17,6 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ROWS_AT_ONCE = 192
+"""Query rows whose weights exist at a time, [Hkv, rows, n], where many are reduced: few enough to stay in
+a CPU's cache."""
+
 
 @dataclass(frozen=True)
 class Partial:
@@ -66,7 +70,6 @@ def attend(
     *,
     scale: float,
     visible: Tensor | None = None,
-    visible_from: int = 0,
     beside: Partial | None = None,
 ) -> Attention:
     """Softmax attention in the dtype of the inputs (float32 in serving, float64 in tests).
@@ -76,10 +79,8 @@ def attend(
         keys: [Hkv, n, d].
         values: [Hkv, n, dv].
         scale: factor on the logits.
-        visible: bool, which query may see which key: [m, k], or [Hkv, m, k] where heads hold different
-            keys, for the keys from `visible_from` on; None when all is visible. Every head of a group sees
-            the same.
-        visible_from: all queries see the keys before this one, n - k.
+        visible: bool, which query may see which key: [m, n], or [Hkv, m, n] where heads hold different
+            keys; None when all is visible. Every head of a group sees the same.
         beside: attention of the same rows over a disjoint key set, to be joined in.
 
     Returns:
@@ -89,7 +90,7 @@ def attend(
     if visible is not None:
         n_queries = visible.shape[-2]
         by_query = logits.view(logits.shape[0], n_queries, -1, logits.shape[-1])
-        by_query[..., visible_from:].masked_fill_(~visible.unsqueeze(-2), -torch.inf)
+        by_query.masked_fill_(~visible.unsqueeze(-2), -torch.inf)
     # The largest logit; any finite stand-in will do for a row that sees nothing, which keeps its
     # exponentials at exactly 0 instead of exp(-inf + inf).
     top = logits.amax(dim=-1, keepdim=True)

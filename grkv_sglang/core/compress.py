@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from grkv_sglang.core.attention import Attention, Partial, attend, group_rows
+from grkv_sglang.core.attention import ROWS_AT_ONCE, Attention, Partial, attend, group_rows
 from grkv_sglang.core.profiles import Profile
 from grkv_sglang.core.queries import QueryPlan
 from grkv_sglang.core.regression import UNCHANGED, Problem, regress
@@ -41,43 +41,43 @@ def attend_window(
     values: Tensor,
     *,
     positions: Tensor,
+    n_tokens: int,
     scale: float,
-    ancestors: tuple[Tensor, Tensor] | None,
 ) -> WindowAttention:
     """What a probe computes for its window queries in any case, kept so that nothing computes it again.
 
     Args:
         queries: [m, Hq, d] post-RoPE.
-        keys, values: [n, Hkv, ...] of the span. `ancestors`: [p, Hkv, ...] before it, or None.
+        keys, values: [p + n, Hkv, ...] of what lies before the span, all visible, and then of the span.
         positions: [m] int64, where the queries are in the span, ascending.
+        n_tokens: n.
         scale: factor on the logits.
     """
-    n_tokens, n_kv_heads, _ = keys.shape
+    n_before, n_kv_heads = len(keys) - n_tokens, keys.shape[1]
     n_queries, n_heads, _ = queries.shape
-    rows = group_rows(queries.float(), n_kv_heads)
-
-    def by_head(tensor: Tensor) -> Tensor:
-        return tensor.transpose(0, 1).float()
-
-    beside = None
-    if ancestors is not None:
-        beside = attend(rows, *(by_head(tensor) for tensor in ancestors), scale=scale)
+    group = n_heads // n_kv_heads
+    rows = group_rows(queries.float() * scale, n_kv_heads)
+    keys, values = keys.transpose(0, 1).float(), values.transpose(0, 1).float()
     first = int(positions[0]) + 1
-    visible = torch.arange(first, n_tokens, device=keys.device) <= positions.to(keys.device)[:, None]
-    attention = attend(
-        rows, by_head(keys), by_head(values),
-        scale=scale, visible=visible, visible_from=first, beside=beside,
-    )  # fmt: skip
-    output = attention.output.view(n_kv_heads, n_queries, n_heads // n_kv_heads, -1).transpose(0, 1)
-    return WindowAttention(_mean(attention), output.reshape(n_queries, n_heads, -1))
+    hidden = torch.arange(first, n_tokens, device=keys.device) > positions.to(keys.device)[:, None]
+    mean = rows.new_zeros(n_kv_heads, n_tokens)
+    output = rows.new_empty(n_kv_heads, n_queries * group, values.shape[-1])
+    step = max(1, ROWS_AT_ONCE // group)
+    for at in range(0, n_queries, step):
+        some = slice(at * group, min(at + step, n_queries) * group)
+        logits = torch.bmm(rows[:, some], keys.transpose(1, 2))
+        by_query = logits[..., n_before + first :].unflatten(1, (-1, group))
+        by_query.masked_fill_(hidden[at : at + step].unsqueeze(1), -torch.inf)
+        weights = logits.softmax(dim=-1)
+        output[:, some] = torch.bmm(weights, values)
+        mean += _sum(weights[..., n_before:]) / (n_queries * group)
+    by_token = output.view(n_kv_heads, n_queries, group, -1).transpose(0, 1)
+    return WindowAttention(mean, by_token.reshape(n_queries, n_heads, -1))
 
 
-def _mean(attention: Attention) -> Tensor:
-    """[Hkv, n], over all rows. As a product: sums over a dimension that is not the last are slow on a CPU."""
-    weights = attention.weights
-    return torch.bmm(
-        weights.new_full((len(weights), 1, weights.shape[1]), 1 / weights.shape[1]), weights
-    ).squeeze(1)
+def _sum(weights: Tensor) -> Tensor:
+    """[Hkv, n] of [Hkv, N, n]. As a product: sums over a dimension that is not the last are slow on a CPU."""
+    return torch.bmm(weights.new_ones(len(weights), 1, weights.shape[1]), weights).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class _Layer:
         if kind == "window" and known is not None:
             return _Seen(rows, known.mean, group_rows(known.output, self.keys.shape[0]))
         attention = self.attend(rows)
-        return _Seen(rows, _mean(attention), attention.output)
+        return _Seen(rows, _sum(attention.weights) / attention.weights.shape[1], attention.output)
 
     def fitted(self, plan: QueryPlan, seen: Mapping[QueryKind, _Seen]) -> tuple[_Rows, Tensor]:
         """What the regression fits, any mixture of kinds, and the outputs [Hkv, N, dv] over the full span.

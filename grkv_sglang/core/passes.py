@@ -13,12 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grkv_sglang.core.attention import group_rows
+from grkv_sglang.core.attention import ROWS_AT_ONCE, group_rows
 from grkv_sglang.core.queries import stratum_midpoints
 from grkv_sglang.core.selection import PassStatistics
-
-_ROWS_AT_ONCE = 192
-"""Query rows whose weights exist at a time, [Hkv, rows, n]: few enough to stay in a CPU's cache."""
 
 N_FIRST = 4
 """First tokens of a span, which are attention sinks where it starts the sequence."""
@@ -47,6 +44,12 @@ class PassChunk:
     sampled: tuple[int, ...]
     own_keys: bool
     attended: tuple[tuple[int, int], ...] | None = None
+
+    def attended_tokens(self, device: torch.device | None = None) -> Tensor | None:
+        """[k] int64, the span's tokens that are attended to; None for all."""
+        if self.attended is None:
+            return None
+        return torch.cat([torch.arange(low, high, device=device) for low, high in self.attended])
 
 
 def span_chunks(token_ids: Sequence[int], *, chunk_tokens: int) -> list[PassChunk]:
@@ -150,7 +153,7 @@ class PassResults:
         own_values: Tensor,
         keys: Tensor,
         values: Tensor,
-        ancestors: tuple[Tensor, Tensor] | None,
+        n_tokens: int,
         scale: float,
     ) -> Tensor:
         """Attention of a chunk in one layer; counts its weights over the span.
@@ -160,45 +163,44 @@ class PassResults:
             chunk: its tokens.
             queries: [q, Hq, d] post-RoPE; `own_keys` [q, Hkv, d] and `own_values` [q, Hkv, dv] of the same
                 tokens. Any float dtype, as all tensors.
-            keys, values: [n, Hkv, ...] of the span.
-            ancestors: [p, Hkv, ...] keys and values before the span; all visible.
+            keys, values: [p + k, Hkv, ...] of what lies before the span, all visible, and then of the span's
+                tokens that the chunk attends to (`PassChunk.attended_tokens`).
+            n_tokens: n, of the whole span.
             scale: factor on the logits.
 
         Returns:
             [q, Hq, dv] float32.
         """
         n_queries, n_heads, _ = queries.shape
-        n_tokens, n_kv_heads, dv = values.shape
+        n_cached, n_kv_heads, dv = values.shape
         group = n_heads // n_kv_heads
         rows = group_rows(queries.float(), n_kv_heads) * scale
-        token = torch.arange(n_tokens, device=rows.device)
-        if chunk.attended is not None:
-            token = torch.cat([token[low:high] for low, high in chunk.attended])
-            keys, values = keys[token], values[token]
+        attended = chunk.attended or ((0, n_tokens),)
+        span = slice(n_cached - sum(high - low for low, high in attended), n_cached)
         own = torch.arange(n_queries, device=rows.device)
-        # One softmax over everything that is seen: before the span, the span, the chunk itself.
-        before, behind = list(ancestors or ()), [own_keys, own_values] if chunk.own_keys else []
-        seen_keys, seen_values = (
-            torch.cat([part.transpose(0, 1).float() for part in parts], dim=1)
-            for parts in zip(*(pair for pair in (before, [keys, values], behind) if pair), strict=True)
-        )
-        first_of_span = ancestors[0].shape[0] if ancestors is not None else 0
-        span = slice(first_of_span, first_of_span + len(token))
+        # Not joined to one tensor: the cached ones are large.
+        seen = [(keys, values), (own_keys, own_values)] if chunk.own_keys else [(keys, values)]
+        by_head = [(k.transpose(0, 1).float(), v.transpose(0, 1).float()) for k, v in seen]
         if chunk.own_keys:
-            masked, visible = slice(span.stop, None), own <= own[:, None]
+            masked, visible = slice(n_cached, None), own <= own[:, None]
         else:
+            token = chunk.attended_tokens(rows.device)
+            token = torch.arange(n_tokens, device=rows.device) if token is None else token
             masked, visible = span, token <= chunk.first_position + own[:, None]
         output = rows.new_empty(n_kv_heads, n_queries * group, dv)
         if layer not in self._statistics:
             self._statistics[layer] = PassStatistics.nothing(n_kv_heads, n_tokens, rows.device)
-        step = max(1, _ROWS_AT_ONCE // group)
+        step = max(1, ROWS_AT_ONCE // group)
         for first in range(0, n_queries, step):
             some = slice(first * group, min(first + step, n_queries) * group)
-            logits = torch.bmm(rows[:, some], seen_keys.transpose(1, 2))
+            # One softmax over everything that is seen: before the span, the span, the chunk itself.
+            logits = torch.cat([torch.bmm(rows[:, some], k.transpose(1, 2)) for k, _ in by_head], dim=-1)
             by_query = logits[..., masked].unflatten(1, (-1, group))
             by_query.masked_fill_(~visible[first : first + step].unsqueeze(1), -torch.inf)
             weights = logits.softmax(dim=-1)
-            torch.bmm(weights, seen_values, out=output[:, some])
+            output[:, some] = torch.bmm(weights[..., :n_cached], by_head[0][1])
+            if chunk.own_keys:
+                output[:, some].baddbmm_(weights[..., n_cached:], by_head[1][1])
             counting = weights[:, max(0, chunk.n_prompt - first) * group :, span]
             if counting.shape[1]:
                 self._statistics[layer].count(counting, group, chunk.attended)

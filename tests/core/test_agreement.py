@@ -134,7 +134,7 @@ def repetition_of(case: dict[str, Any]) -> PassStatistics:
         own_values=own_keys,
         keys=keys,
         values=keys,
-        ancestors=None,
+        n_tokens=case["n"],
         scale=SCALE,
     )
     return results.statistics(0)

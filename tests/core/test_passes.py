@@ -228,16 +228,21 @@ def run(
     layer: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    before = span.ancestors
+    keys, values = span.keys, span.values
+    attended = chunk.attended_tokens()
+    if attended is not None:
+        keys, values = keys[attended], values[attended]
+    if span.ancestors is not None:
+        keys, values = torch.cat([span.ancestors[0], keys]), torch.cat([span.ancestors[1], values])
     return results.attend(
         layer,
         chunk,
         queries=own.queries.to(dtype),
         own_keys=own.keys.to(dtype),
         own_values=own.values.to(dtype),
-        keys=span.keys.to(dtype),
-        values=span.values.to(dtype),
-        ancestors=None if before is None else (before[0].to(dtype), before[1].to(dtype)),
+        keys=keys.to(dtype),
+        values=values.to(dtype),
+        n_tokens=len(span.keys),
         scale=span.scale,
     )
 
@@ -285,7 +290,7 @@ def assert_same(found: PassStatistics, expected: PassStatistics) -> None:
 # Query tokens per block are 4 in a group of three, 13 in a group of one.
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "_ROWS_AT_ONCE", 13)
+    monkeypatch.setattr(passes, "ROWS_AT_ONCE", 13)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -447,7 +452,7 @@ def test_sampled_queries_are_copies_in_their_own_dtype() -> None:
         own_values=own.values.bfloat16(),
         keys=span.keys.bfloat16(),
         values=span.values.bfloat16(),
-        ancestors=None,
+        n_tokens=len(span.keys),
         scale=span.scale,
     )
     # The engine's next layer uses the same memory.
