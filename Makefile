@@ -6,8 +6,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 STAMP = $(VENV)/.grkv-setup
+SUDO = $(if $(filter 0,$(shell id -u)),,sudo)
 
-.PHONY: setup model demo test lint
+.PHONY: setup model browser demo test lint docs
 
 setup: $(STAMP)
 
@@ -20,13 +21,21 @@ $(STAMP): pyproject.toml requirements.lock
 model: setup
 	$(BIN)/grkv model
 
+# The pages of `grkv chat` and `grkv rag` are tested in a real browser, which no package on PyPI carries.
+browser:
+	@command -v chromium || command -v google-chrome || ($(SUDO) apt-get update -qq && \
+		$(SUDO) apt-get install --yes --quiet=2 --no-install-recommends chromium)
+
 demo: model
 	$(BIN)/grkv demo $(DEMO_ARGS)
 
-test: model
+test: model browser
 	$(BIN)/python -m pytest
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/mkdocs build --strict

@@ -60,6 +60,7 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     from grkv_sglang.cache.grkv_cache import GrkvRadixCache
     from grkv_sglang.cache.ranks import Ranks
     from grkv_sglang.config import load_config
+    from grkv_sglang.policy.acceptance import with_possible_spans
     from grkv_sglang.policy.prompts import pass_prompts
     from grkv_sglang.refusals import check_server
 
@@ -69,10 +70,17 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     compressor = Compressor(
         ctx.tp_worker.model_runner, None if tokenizer is None else pass_prompts(tokenizer)
     )
-    compressor.check_profile(config.profile)
+    profile = compressor.check_profile(config.profile)
+    possible = with_possible_spans(config, profile.n_window + profile.sinks)
+    if possible is not config:
+        logger.warning(
+            "grkv: min_span_tokens is %d instead of %d: the budget keeps of shorter stretches no more than "
+            "the %d tokens that profile %r always keeps",
+            possible.min_span_tokens, config.min_span_tokens, profile.n_window + profile.sinks, profile.name,
+        )  # fmt: skip
     return GrkvRadixCache(
         ctx.params,
-        config,
+        possible,
         row_gaps,
         compressor,
         markers=_template_markers(tokenizer),

@@ -27,11 +27,12 @@ def load_settings(
     prefix: str,
     *,
     environ: Mapping[str, str] | None = None,
+    config_file: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     label: str,
 ) -> Model:
-    """Settings from a file (``<prefix>CONFIG_FILE``: .toml, .json, .yaml), then environment variables
-    ``<prefix><FIELD>``, then `overrides` that are not None; later ones win.
+    """Settings from a file (.toml, .json, .yaml: `config_file`, or else the one that ``<prefix>CONFIG_FILE``
+    names), then environment variables ``<prefix><FIELD>``, then `overrides` that are not None; later wins.
 
     Raises ConfigError for an unreadable file, an unknown key (naming the valid ones) or a bad value; its
     message begins with `label`.
@@ -39,7 +40,9 @@ def load_settings(
     env = os.environ if environ is None else environ
     file_variable = prefix + CONFIG_FILE
     values: dict[str, Any] = {}
-    if env.get(file_variable):
+    if config_file is not None:
+        values.update(_read_file(config_file, "--config"))
+    elif env.get(file_variable):
         values.update(_read_file(Path(env[file_variable]), file_variable))
     for name, raw in env.items():
         if name.startswith(prefix) and name != file_variable:

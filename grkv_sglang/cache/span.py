@@ -114,6 +114,13 @@ class SpanNode(TreeNode):  # type: ignore[misc]
             return False
         return bool(self.key.match_at(key, offset) == len(self.key))
 
+    def common_tokens(self, key: RadixKey, offset: int, page_size: int) -> int:
+        """How many of this span's first tokens `key` has at `offset` too, in whole pages; 0 in another
+        namespace."""
+        if self.key.extra_key != key.extra_key or self.key.cache_salt != key.cache_salt:
+            return 0
+        return int(self.key.match_at(key, offset, page_size))
+
 
 @dataclass
 class PathFacts:

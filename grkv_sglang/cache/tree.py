@@ -359,6 +359,19 @@ class SpanTree(RadixCache):  # type: ignore[misc]
         """Where accepted spans end along `key`, in tokens from the root."""
         return {end.length for end in self._ends(key, acceptance) if isinstance(end.node, SpanNode)}
 
+    def partings_from_spans(self, key: RadixKey, acceptance: Acceptance) -> set[int]:
+        """Where `key` parts from spans that begin like it, in tokens from the root: there, too, prompts go
+        other ways, although nothing exact may be left to show it."""
+        partings = set()
+        for end in self._ends(key, acceptance):
+            if end.tokens_into_node:
+                continue
+            for span in self._spans_at.get(end.node.id, ()):
+                common = span.common_tokens(key, end.length, self.page_size)
+                if 0 < common < len(span.key):
+                    partings.add(end.length + common)
+        return partings
+
     def mark_twins_of(self, node: TreeNode, key: RadixKey) -> None:
         """Mark what a span stands for on the exact path to `node` (whose tokens are `key`): a request asked
         for the exact KV anew. Makes the span's end a node boundary, so that it can be freed alone."""

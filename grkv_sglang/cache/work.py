@@ -177,6 +177,10 @@ class CompressionWork:
             self._counters.compressions_skipped["prefix_gone"] += 1
             return None
         node = tree.land(end)
+        partings = {*tree.branches_above(node), *tree.partings_from_spans(key, job.acceptance)}
+        shared_end = self._shared_end(job, partings)
+        if shared_end is not None:
+            return self._open(replace(job, token_ids=job.token_ids[:shared_end]))
         facts = path_facts(node)
         exact_start = facts.last_span_end
         if exact_start == len(key):  # by spans that the acceptance of this job does not take
@@ -196,7 +200,7 @@ class CompressionWork:
             parts = plan_parts(
                 covered=covered,
                 end=len(key),
-                cuts=self._cuts(job, key, node),
+                cuts=partings | self._further_cuts(job, key),
                 min_tokens=self._config.min_span_tokens,
                 exact_until=job.exact_tokens,
             )
@@ -221,10 +225,21 @@ class CompressionWork:
             parent=parent,
         )
 
-    def _cuts(self, job: CompressionJob, key: RadixKey, node: TreeNode) -> set[int]:
-        """Where a job may be cut into spans: other prompts' ways, other spans' ends, the system message's."""
+    def _shared_end(self, job: CompressionJob, partings: set[int]) -> int | None:
+        """Where a job that nobody asked for ends earlier: at the last stretch of it that other prompts share,
+        if what follows is too short for a span of its own. A span over both would serve none of the others,
+        and take the shared stretch's exact KV with it."""
+        if job.reason not in ("reuse", "insert"):
+            return None
+        least = self._config.min_span_tokens
+        ends = [at for at in partings if max(least, job.end_tokens - least + 1) <= at < job.end_tokens]
+        return min(ends, default=None)
+
+    def _further_cuts(self, job: CompressionJob, key: RadixKey) -> set[int]:
+        """Where a job may be cut into spans beside other prompts' ways: other spans' ends, the system
+        message's."""
         page = self._tree.page_size
-        cuts = set(self._tree.branches_above(node)) | self._tree.span_ends(key, job.acceptance)
+        cuts = self._tree.span_ends(key, job.acceptance)
         if self._markers is not None:
             system = system_end(job.token_ids, self._markers)
             if system is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from grkv_sglang.config import GrkvConfig, MatchMode
 from grkv_sglang.core import slots_for_budget
-from grkv_sglang.policy.options import RequestOptions
+from grkv_sglang.policy.options import NO_OPTIONS, RequestOptions
 from grkv_sglang.policy.ranges import Ranges, covers, parse_ranges, size, within
+from grkv_sglang.settings import ConfigError
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,13 @@ class Budget:
             return n_tokens
         wanted = protected_tokens + slots_for_budget(free_tokens, share=self.share, tokens=self.tokens)
         return slots_for_budget(n_tokens, share=None, tokens=wanted, page_size=page_size)
+
+    def least_tokens(self, always_kept: int) -> int | None:
+        """The shortest span whose budget is more than `always_kept` tokens; None if there is none."""
+        if self.share is None:
+            return always_kept + 2 if self.tokens is not None and self.tokens > always_kept else None
+        # The decimal that was written is meant, as in `slots_for_budget`.
+        return math.floor(always_kept / Fraction(str(float(self.share)))) + 1
 
 
 @dataclass(frozen=True)
@@ -82,3 +92,21 @@ def budget_of(options: RequestOptions, config: GrkvConfig) -> Budget:
     if config.budget_tokens is not None:
         return Budget(None, config.budget_tokens)
     return Budget(config.budget, None)
+
+
+def with_possible_spans(config: GrkvConfig, always_kept: int) -> GrkvConfig:
+    """`config` with a `min_span_tokens` at which its budget leaves something to select beside the
+    `always_kept` tokens of its profile: anything shorter would be begun and fail.
+
+    Raises:
+        ConfigError: no span is long enough.
+    """
+    least = budget_of(NO_OPTIONS, config).least_tokens(always_kept)
+    if least is None:
+        raise ConfigError(
+            f"grkv configuration: budget_tokens {config.budget_tokens} is not more than the {always_kept} "
+            f"tokens that profile {config.profile!r} always keeps; set a larger one, or a share (budget)"
+        )
+    if least <= config.min_span_tokens:
+        return config
+    return config.model_copy(update={"min_span_tokens": least})

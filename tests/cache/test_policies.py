@@ -534,6 +534,26 @@ def test_reuse_waits_for_as_many_hits_as_it_should():
     assert ranges(h) == [(0, 24, 9)]
 
 
+@pytest.mark.parametrize(
+    ("shared", "second"),
+    [(30, [(0, 30), (30, 34)]), (32, [(0, 32)])],  # what follows is long enough for a span of its own, or not
+)
+def test_what_a_span_shares_with_others_becomes_a_span_of_its_own(shared, second):
+    """The first reuse of a prefix may be that of one prompt behind it, whose span fits no other prompt."""
+    h = Harness(row_tokens=80)
+    prefix = [1 + i % 2 + i // 7 % 3 for i in range(shared)]
+    for last in (7, 8):
+        h.run([*prefix, *[5] * (50 - shared), last])
+    assert [(start, end) for start, end, _ in ranges(h)] == [(0, 34)]
+    for last in (7, 8):
+        h.run([*prefix, *[6] * (50 - shared), last])
+    h.work()
+    assert h.cache.counters.span_hits == {}  # the first span took the prefix's exact KV with it
+    assert [(start, end) for start, end, _ in ranges(h)] == sorted([(0, 34), *second])
+    assert h.submit([*prefix, 9, 9]).prefix_len == shared
+    h.check()
+
+
 def test_samples_of_one_request_do_not_count_as_reuse():
     h = Harness()
     h.run([*LONG, 7])

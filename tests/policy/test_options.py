@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from grkv_sglang.config import GrkvConfig
-from grkv_sglang.policy.acceptance import Budget, acceptance_of
+from grkv_sglang.policy.acceptance import Budget, acceptance_of, with_possible_spans
 from grkv_sglang.policy.options import NO_OPTIONS, OptionsError, RequestOptions, check_options, parse_options
 from grkv_sglang.policy.resolve import resolve_options
+from grkv_sglang.settings import ConfigError
 
 
 @pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"grkv": {}}])
@@ -211,6 +212,27 @@ def test_accepts(mode, slots, quality, forced, accepted):
 )
 def test_protected_tokens_come_on_top_of_the_budget(budget, n_tokens, page_size, protected, slots):
     assert budget.slots(n_tokens, page_size, protected) == slots
+
+
+@pytest.mark.parametrize("share", [0.01, 0.07, 0.1, 0.29, 0.3, 1 / 3, 0.5, 1.0])
+@pytest.mark.parametrize("always_kept", [0, 1, 36])
+def test_the_shortest_span_with_something_to_select(share, always_kept):
+    budget = Budget(share, None)
+    least = budget.least_tokens(always_kept)
+    assert least is not None
+    assert budget.slots(least, 1) > always_kept
+    assert least == 1 or budget.slots(least - 1, 1) <= always_kept
+
+
+def test_no_span_is_shorter_than_its_budget_allows():
+    config = GrkvConfig(budget=0.1, min_span_tokens=200)
+    assert with_possible_spans(config, 36) == GrkvConfig(budget=0.1, min_span_tokens=361)
+    assert with_possible_spans(config, 19) is config
+    assert with_possible_spans(GrkvConfig(budget_tokens=37, min_span_tokens=8), 36).min_span_tokens == 38
+    with pytest.raises(
+        ConfigError, match="budget_tokens 36 is not more than the 36 tokens that profile 'default'"
+    ):
+        with_possible_spans(GrkvConfig(budget_tokens=36), 36)
 
 
 PROTECTING = acceptance_of(

@@ -30,7 +30,7 @@ def engine_url(
         model_path,
         tokenizer,
         tmp_path_factory.mktemp("services-engine"),
-        grkv_config={"min_span_tokens": 200},
+        grkv_config={"min_span_tokens": 200, "budget": 0.2},
         max_total_tokens=24576,
         context_length=CONTEXT_LENGTH,
         chunked_prefill_size=512,
