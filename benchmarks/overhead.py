@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
-from benchmarks.serving.options import Benchmark, Run, Settings, command_of, split
+from benchmarks.serving.options import Benchmark, Run, Settings, command_of, end_servers_on_sigterm, split
 from benchmarks.serving.plots import new_figure
 from benchmarks.serving.progress import progress_bar
 from benchmarks.serving.quality import Quality
@@ -182,8 +182,8 @@ def tables(result: OverheadResult, quality: Quality) -> list[Table]:
             "Compression beside the prefill of the same tokens",
             ("profile", "tokens", "prefill, s", "compression, s", "of the prefill", *PARTS),
             tuple(_compression_row(result.of(*kind)) for kind in kinds),
-            f"Medians of {settings.repeats} texts, range in brackets, budget {settings.budget:g}. Parts as shares of "
-            "the prefill.",
+            f"Medians of {settings.repeats} texts, range in brackets, budget {settings.budget:g}. Parts as "
+            "shares of the prefill.",
         )
     ]
     cost = result.no_long_prefix
@@ -195,13 +195,15 @@ def tables(result: OverheadResult, quality: Quality) -> list[Table]:
                 (
                     (
                         str(cost.pairs),
-                        f"{cost.prompts_per_burst} prompts of {cost.prompt_tokens} tokens, {cost.new_tokens} new",
+                        f"{cost.prompts_per_burst} prompts of {cost.prompt_tokens} tokens, "
+                        f"{cost.new_tokens} new",
                         f"{cost.mean_cost:+.1%}",
                         f"{cost.median_cost:+.1%}",
                         f"{cost.upper_95:+.1%}",
                     ),
                 ),
-                "Extra time of a burst; one-sided bound of the mean, Student's t on the logarithms of paired ratios.",
+                "Extra time of a burst; one-sided bound of the mean, Student's t on the logarithms of paired "
+                "ratios.",
             )
         )
     return found
@@ -262,4 +264,5 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
+    end_servers_on_sigterm()
     typer.run(command_of(BENCHMARK))

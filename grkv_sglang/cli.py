@@ -19,6 +19,10 @@ from grkv_sglang import __version__
 from grkv_sglang.commands.options import with_settings
 from grkv_sglang.config import GrkvConfig, load_config
 from grkv_sglang.model import ModelError, default_model_dir, ensure_model
+from grkv_sglang.services.chat.command import chat
+from grkv_sglang.services.chat.settings import ChatSettings
+from grkv_sglang.services.rag.command import admin_app, rag
+from grkv_sglang.services.rag.settings import RagSettings
 from grkv_sglang.serving import ServerError, detect_device, plugin_arguments, serve_environment
 from grkv_sglang.settings import ConfigError, describe_errors
 
@@ -354,6 +358,11 @@ def doctor(
     client = None if url is None else _client(url, api_key, admin_api_key, 60.0)
     settings = DoctorSettings(os.environ, port, client, url or "", model_path, memory, budget)
     raise typer.Exit(0 if run_doctor(settings, console) else 1)
+
+
+app.command("chat")(with_settings(chat, ChatSettings))
+app.command("rag")(with_settings(rag, RagSettings))
+app.add_typer(admin_app, name="rag-admin")
 
 
 if __name__ == "__main__":
