@@ -1,0 +1,11 @@
+"""The examples are programs, not a package: their folder is on the path as when they are run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.services.conftest import engine_url  # noqa: F401
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
