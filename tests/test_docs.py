@@ -83,7 +83,7 @@ def test_messages_that_are_explained_are_printed_somewhere():
 
 def test_reasons_of_failure_are_explained():
     source = "\n".join(p.read_text() for p in (ROOT / "grkv_sglang/cache").glob("*.py"))
-    reasons = set(re.findall(r'(?:CompressionError|cancel|give_up_work)\(\s*"(\w+)"', source))
+    reasons = set(re.findall(r'(?:CompressionError|cancel|end_lost_work)\(\s*"(\w+)"', source))
     assert {"no_room", "budget_too_small", "deleted"} <= reasons
     operations = (DOCS / "operations.md").read_text(encoding="utf-8")
     troubleshooting = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")

@@ -332,9 +332,9 @@ class GrkvRadixCache(SpanTree):
 
     def _expire(self) -> None:
         for span in retention.expired(self, self._now_s):
-            self._work.cancel("expired")
             self.detach(span)
             self.counters.spans_expired += 1
+            self.end_lost_work("expired")
 
     # -- what an operator does ---------------------------------------------------------------------
 
@@ -351,9 +351,11 @@ class GrkvRadixCache(SpanTree):
         """Do what an operator asked for. Raises retention.CommandError."""
         self.counters.deleted_slots += retention.execute(self, retention.parse_command(command))
 
-    def give_up_work(self, reason: str) -> None:
-        """End the compression in flight: its path is about to go."""
-        self._work.cancel(reason)
+    def end_lost_work(self, reason: str) -> None:
+        """End the compression in flight if its path has been put out of reach."""
+        if self._work.lost_its_path:
+            self._work.cancel(reason)
+            self.drop_detached()
 
     def _gauges(self) -> dict[str, int]:
         """Current sizes, for the metrics endpoint."""

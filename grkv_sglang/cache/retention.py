@@ -66,8 +66,13 @@ def parse_command(raw: Mapping[str, Any]) -> Command:
 
 def execute(cache: GrkvRadixCache, command: Command) -> int:
     """Do a command; returns the slots that a deletion put out of reach. Raises CommandError."""
+    deleted = _do(cache, command)
     if command.action == "delete":
-        cache.give_up_work("deleted")
+        cache.end_lost_work("deleted")
+    return deleted
+
+
+def _do(cache: GrkvRadixCache, command: Command) -> int:
     if command.tokens_sha256 is None:
         tops = [n for n in cache.root_node.children.values() if command.names(n) and cache.in_reach(n)]
         return sum(cache.detach(node) for node in tops)

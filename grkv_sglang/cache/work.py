@@ -56,6 +56,8 @@ class _InFlight:
 
     job: CompressionJob
     key: RadixKey
+    end: TreeNode
+    """Of the exact path that is compressed."""
     locks: list[Any]
     """The path, and the job's own spans while others are to follow."""
     parts: deque[tuple[int, int]]
@@ -143,6 +145,14 @@ class CompressionWork:
         self._end(flight)
         return freed
 
+    @property
+    def lost_its_path(self) -> bool:
+        """Whether no request can reach any more what the job in flight compresses, or goes on from."""
+        flight = self._in_flight
+        return flight is not None and not (
+            self._tree.in_reach(flight.end) and self._tree.in_reach(flight.parent)
+        )
+
     # -- a step ------------------------------------------------------------------------------------
 
     def step(self, requests_seen: int) -> None:
@@ -215,6 +225,7 @@ class CompressionWork:
         return _InFlight(
             job=job,
             key=key,
+            end=node,
             locks=[tree.lock(node)],
             parts=deque(parts),
             covered=covered,
@@ -434,7 +445,8 @@ class CompressionWork:
                 "grkv: %s compression of %d tokens not done: %s (%s)",
                 flight.job.reason, len(flight.key), flight.failure, reason,
             )  # fmt: skip
-            self._cool(flight.job)
+            if flight.failure.reason != "deleted":  # when it comes again, nothing speaks against it
+                self._cool(flight.job)
         if isinstance(flight.parent, SpanNode) and flight.parent.start_tokens >= flight.covered:
             self.finished.append(FinishedJob(flight.job, flight.made, flight.parent))
 

@@ -821,3 +821,22 @@ def test_the_price_of_exact_is_counted():
     assert poor.customized_info["grkv"][0]["reprefilled_tokens"] == 12
     assert h.submit([*DOC, 6]).customized_info["grkv"][0]["reprefilled_tokens"] == 0
     assert h.cache.counters.reprefilled_tokens == 24
+
+
+def test_deleting_a_tenant_ends_its_own_compression_and_no_other():
+    h = Harness(step_tokens=4)  # 12 tokens, 3 layers: one layer per step
+    h.run([*OTHER, 7], cache_salt="b")
+    h.run([*DOC, 7], {"prefix_end_tokens": 12}, cache_salt="a")
+    assert h.cache._work.held_slots == 5
+    h.cache.command({"action": "delete", "cache_salt": "b"})
+    assert h.cache._work.held_slots == 5
+    h.cache.command({"action": "delete", "cache_salt": "a"})
+    assert h.cache._work.held_slots == 0
+    assert h.allocator.available_size() == 120
+    assert h.cache.counters.compressions_failed == {"deleted": 1}
+    h.check()
+    # It is no failure of the document's: when it comes again it is compressed at once.
+    h.run([*DOC, 7], {"prefix_end_tokens": 12}, cache_salt="a")
+    h.work()
+    assert ranges(h) == [(0, 12, 5)]
+    h.check()
