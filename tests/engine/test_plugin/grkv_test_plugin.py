@@ -89,9 +89,11 @@ def register() -> None:
 
     setattr(torch_backend.GrkvTorchAttnBackend, "forward_extend", recording_extend)  # noqa: B010
 
-    probe = compressor._Together.forward
+    attend = compressor._CachedAttention.forward
 
     def comparing_probe(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        if not isinstance(self._readers[0], compressor._Probe):
+            return attend(self, q, k, v, layer, forward_batch, save_kv_cache)
         if layer.layer_id == 2 and take("probe"):
             raise RuntimeError("injected by a test")
         if (folder / "queries").exists():
@@ -107,9 +109,9 @@ def register() -> None:
             }
             with (folder / "queries.jsonl").open("a") as out:
                 out.write(json.dumps(entry) + "\n")
-        return probe(self, q, k, v, layer, forward_batch, save_kv_cache)
+        return attend(self, q, k, v, layer, forward_batch, save_kv_cache)
 
-    setattr(compressor._Together, "forward", comparing_probe)  # noqa: B010
+    setattr(compressor._CachedAttention, "forward", comparing_probe)  # noqa: B010
 
 
 def _poison_freed_slots() -> None:

@@ -1,0 +1,1 @@
+"""Questions about uploaded documents, answered from compressed prefixes that all users of a tenant share."""

@@ -1,0 +1,181 @@
+"""The chat server on the real engine: what is compressed, who shares what, and how answers end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from grkv_sglang.services.chat.database import User, open_database
+from grkv_sglang.services.chat.settings import ChatSettings
+from tests.services.chat.servers import BreakableProxy, ChatProcess, chat_server
+from tests.services.chat.streams import ChatUser, passage, wait_for_span
+
+pytestmark = pytest.mark.engine
+
+LONG_ANSWER = "Tell me a very long story about a clock maker and her seven clocks."
+
+
+@pytest.fixture
+def settings(engine_url: str, tmp_path: Path) -> ChatSettings:
+    return ChatSettings(
+        database_url=f"sqlite:///{tmp_path / 'chat.db'}",
+        engine_url=engine_url,
+        system_message="Answer briefly.",
+        max_tokens=8,
+        temperature=0.0,
+        compress_after_tokens=200,
+        # A tenth of so short a history is less than what is always kept.
+        budget=0.25,
+        max_message_characters=40_000,
+    )
+
+
+def salts(settings: ChatSettings) -> dict[str, str]:
+    engine = open_database(settings.database_url or "")
+    with Session(engine) as session:
+        found = {user.name: user.cache_salt for user in session.scalars(select(User))}
+    engine.dispose()
+    return found
+
+
+def test_the_history_is_compressed_and_served_from_its_span(settings: ChatSettings):
+    with chat_server(settings) as url:
+        ada = ChatUser(url, "Ada")
+        conversation = ada.new()
+        first = ada.send(conversation, f"Read this.\n\n{passage(1000)}")["counters"]
+        assert (first["compressions"], first["cached_tokens"], first["span_tokens"]) == (0, 0, 0)
+        assert first["held_slots"] == first["context_tokens"] == first["prompt_tokens"] + 8
+        second = ada.send(conversation, "Who is it about?")["counters"]
+        assert second["compressions"] == 1
+        assert second["cached_tokens"] >= first["prompt_tokens"]
+
+        span = wait_for_span(settings.engine_url, salts(settings)["Ada"])
+        # The whole first turn, and nothing of the second.
+        assert first["context_tokens"] <= span.end_tokens < second["context_tokens"] - 8
+        third = ada.send(conversation, "And where?")["counters"]
+    assert third["span_tokens"] == span.tokens
+    assert third["context_tokens"] - third["held_slots"] == span.tokens - span.slots
+    assert third["held_slots"] < 0.5 * third["context_tokens"]
+    assert third["compressions"] == 1, "what is in a span is not marked again"
+    assert third["quality"] == pytest.approx(span.quality, abs=1e-5)
+    # All but the newest turn came from the cache, compressed or not.
+    newest = (
+        third["prompt_tokens"] - second["prompt_tokens"] - third["cached_tokens"] + second["cached_tokens"]
+    )
+    assert 0 < newest < 60
+    assert third["ttft_s"] > 0.0
+
+
+def test_nothing_is_shared_between_users(settings: ChatSettings):
+    question = f"What is this? {passage(300, start=9000)}"
+    with chat_server(settings) as url:
+        ada, bob = ChatUser(url, "Ada"), ChatUser(url, "Bob")
+        cold = ada.send(ada.new(), question)["counters"]
+        warm = ada.send(ada.new(), question)["counters"]
+        other = bob.send(bob.new(), question)["counters"]
+    assert cold["cached_tokens"] == 0
+    assert warm["cached_tokens"] >= warm["prompt_tokens"] - 2, "the same user's cache does serve"
+    assert other["prompt_tokens"] == warm["prompt_tokens"]
+    assert other["cached_tokens"] == 0
+
+
+def test_an_answer_goes_on_without_its_reader_and_ends_when_it_is_stopped(settings: ChatSettings):
+    with chat_server(settings.model_copy(update={"max_tokens": 400})) as url:
+        ada = ChatUser(url, "Ada")
+        conversation = ada.new()
+        for name, data in ada.events(conversation, "messages", {"text": LONG_ANSWER}):
+            if name == "answer" and data["html"]:
+                break  # the connection is closed here
+        shown = ada.view(conversation)["turns"][0]
+        assert shown["state"] == "answering"
+        refused = ada.http.post(f"/api/conversations/{conversation}/messages", json={"text": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "busy")
+        with ada.http.stream("GET", f"/api/conversations/{conversation}/stream") as follower:
+            lines = follower.iter_lines()
+            assert next(lines) == "event: turn"
+            assert ada.http.post(f"/api/conversations/{conversation}/stop").status_code == 204
+            assert "event: end" in list(lines)
+        stopped = ada.view(conversation)["turns"][0]
+        assert (stopped["state"], stopped["problem"]) == ("stopped", None)
+        assert len(stopped["answer"]) > 0
+        # What there is of the answer is part of the conversation.
+        ada.http.post(f"/api/conversations/{conversation}/stop").raise_for_status()
+        assert ada.http.delete(f"/api/conversations/{conversation}").status_code == 204
+
+
+def test_a_message_that_is_too_long_for_the_model_does_not_end_the_conversation(settings: ChatSettings):
+    with chat_server(settings) as url:
+        ada = ChatUser(url, "Ada")
+        conversation = ada.new()
+        ada.send(conversation, "Hello.")
+        full = ada.send(conversation, 3 * passage(10_000))["turns"][1]
+        assert (full["state"], full["problem"]["code"]) == ("failed", "context_full")
+        assert "Start a new conversation" in full["problem"]["message"]
+        after = ada.send(conversation, "Are you there?")
+    assert [turn["state"] for turn in after["turns"]] == ["done", "failed", "done"]
+    assert after["counters"]["context_tokens"] < 120
+
+
+@pytest.fixture
+def proxy(engine_url: str) -> Iterator[BreakableProxy]:
+    opened = BreakableProxy(engine_url)
+    yield opened
+    opened.break_off()
+
+
+def test_nothing_is_lost_when_the_engine_goes_away(settings: ChatSettings, proxy: BreakableProxy):
+    reached = settings.model_copy(update={"engine_url": proxy.url, "max_tokens": 400})
+    with chat_server(reached) as url:
+        ada = ChatUser(url, "Ada")
+        conversation = ada.new()
+        for name, data in ada.events(conversation, "messages", {"text": LONG_ANSWER}):
+            if name == "answer" and data["html"]:
+                proxy.break_off()
+            ended = data
+        cut = ended["turns"][0]
+        assert (cut["state"], cut["problem"]["code"]) == ("interrupted", "engine_broke_off")
+        assert cut["answer"]
+
+        down = ada.send(conversation, "Are you there?")["turns"][1]
+        assert (down["state"], down["problem"]["code"]) == ("failed", "engine_down")
+        assert proxy.url in down["problem"]["message"]
+        assert ada.http.get("/healthz").json() == {"database": "ok", "engine": "down"}
+
+    # Another server on the same database, with short answers.
+    proxy.mend()
+    with chat_server(reached.model_copy(update={"max_tokens": 8})) as url:
+        ada.http.base_url = url
+        assert ada.http.get("/healthz").json() == {"database": "ok", "engine": "ok"}
+        again = ada.retry(conversation)
+    assert [turn["state"] for turn in again["turns"]] == ["interrupted", "done"]
+    assert again["turns"][1]["question"] == "Are you there?"
+    assert again["turns"][0]["answer"] == cut["answer"]
+
+
+def test_a_stopped_server_keeps_what_there_is(settings: ChatSettings, tmp_path: Path):
+    process = ChatProcess(
+        tmp_path / "chat.log",
+        engine_url=settings.engine_url,
+        database_url=settings.database_url,
+        max_tokens=400,
+        temperature=0,
+    )
+    process.start()
+    try:
+        ada = ChatUser(process.url, "Ada")
+        conversation = ada.new()
+        for name, data in ada.events(conversation, "messages", {"text": LONG_ANSWER}):
+            if name == "answer" and data["html"]:
+                break
+        process.end(signal.SIGTERM)
+        process.start()
+        turn = ada.view(conversation)["turns"][0]
+    finally:
+        process.close()
+    assert (turn["state"], turn["problem"]["code"]) == ("interrupted", "server_restarted")
+    assert turn["answer"]
