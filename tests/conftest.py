@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--engine-url",
-        help="A running server with the plugin for the tests of the services, instead of one of their own.",
+        help="A running server with the plugin for the tests of services and examples, instead of their own.",
     )
 
 
@@ -27,3 +28,30 @@ def tokenizer(model_path: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model_path)
+
+
+@pytest.fixture(scope="session")
+def engine_url(
+    request: pytest.FixtureRequest,
+    model_path: Path,
+    tokenizer: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[str]:
+    """One server with the plugin for the tests of services and examples, all memory checks on; or that which
+    ``--engine-url`` names."""
+    given = request.config.getoption("--engine-url")
+    if given:
+        yield given
+        return
+    from tests.engine.conftest import engine
+
+    with engine(
+        model_path,
+        tokenizer,
+        tmp_path_factory.mktemp("engine"),
+        grkv_config={"min_span_tokens": 200, "budget": 0.2},
+        max_total_tokens=24576,
+        context_length=4096,
+        chunked_prefill_size=512,
+    ) as client:
+        yield str(client.http.base_url)

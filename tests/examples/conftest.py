@@ -5,7 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.services.conftest import engine_url  # noqa: F401
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))

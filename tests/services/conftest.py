@@ -1,41 +1,14 @@
-"""One real engine and one real browser for all tests of the services."""
+"""One real browser at a time for all tests of the services."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, expect
 
-from tests.engine.conftest import engine
-
-CONTEXT_LENGTH = 4096
-
-
-@pytest.fixture(scope="session")
-def engine_url(
-    request: pytest.FixtureRequest,
-    model_path: Path,
-    tokenizer: Any,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[str]:
-    """A server with the plugin, all memory checks on; or the one that ``--engine-url`` names."""
-    given = request.config.getoption("--engine-url")
-    if given:
-        yield given
-        return
-    with engine(
-        model_path,
-        tokenizer,
-        tmp_path_factory.mktemp("services-engine"),
-        grkv_config={"min_span_tokens": 200, "budget": 0.2},
-        max_total_tokens=24576,
-        context_length=CONTEXT_LENGTH,
-        chunked_prefill_size=512,
-    ) as client:
-        yield str(client.http.base_url)
+from tests.services.browser import running_browser
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +17,11 @@ def chromium() -> str:
     path = shutil.which("chromium") or shutil.which("google-chrome")
     assert path, "browser tests need Chromium: `apt-get install chromium`"
     return path
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Browser]:
+    """Not for the whole session: while Playwright runs, no other test can run an event loop."""
+    expect.set_options(timeout=30_000)  # the engine may have the machine to itself
+    with running_browser(chromium) as browser:
+        yield browser

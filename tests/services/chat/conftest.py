@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page
 from sqlalchemy import create_engine
 
 from grkv_sglang.services.chat.app import create_app
@@ -20,10 +20,6 @@ from grkv_sglang.serving import free_port
 
 POSTGRESQL = "CHAT_TEST_POSTGRESQL_URL"
 PASSWORD = "correct horse"
-BROWSER_FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync"),
-)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -70,15 +66,6 @@ def register(client: Any, name: str) -> None:
     """An account, signed in to by `client` (httpx's or a test client)."""
     answer = client.post("/api/register", json={"name": name, "password": PASSWORD})
     assert answer.status_code == 201, answer.text
-
-
-@pytest.fixture(scope="session")
-def browser(chromium: str) -> Iterator[Browser]:
-    expect.set_options(timeout=30_000)  # the engine may have the machine to itself
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=chromium, args=list(BROWSER_FLAGS))
-        yield launched
-        launched.close()
 
 
 @pytest.fixture

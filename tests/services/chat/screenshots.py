@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 
 from grkv_sglang.services.chat.settings import ChatSettings
-from tests.services.chat.conftest import BROWSER_FLAGS, PASSWORD
+from tests.services.browser import running_browser
+from tests.services.chat.conftest import PASSWORD
 from tests.services.chat.servers import chat_server
 
 NOTES = """\
@@ -62,8 +63,7 @@ def main(
             compress_after_tokens=300,
             budget=0.25,
         )
-        with chat_server(settings) as url, sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=chromium, args=list(BROWSER_FLAGS))
+        with chat_server(settings) as url, running_browser(chromium) as browser:
             page = browser.new_page(viewport={"width": 1280, "height": 800})
             page.goto(url)
             talk(page)

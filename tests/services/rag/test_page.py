@@ -7,16 +7,10 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.services.rag.browser import new_page, running_browser
+from tests.services.rag.browser import new_page
 from tests.services.rag.files import QUESTIONS, TOPICS, long_text, pdf
 
 READY_MS, ANSWER_MS = 120_000, 240_000
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    with running_browser(chromium) as browser:
-        yield browser
 
 
 def open_page(page, rag, key=None):

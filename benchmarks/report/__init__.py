@@ -1,0 +1,1 @@
+"""All results on one page: ``python -m benchmarks.report``."""
