@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_origin
+from typing import Annotated, Any, Generic, TypeVar
 
 import typer
 from matplotlib.figure import Figure
@@ -22,12 +22,13 @@ from benchmarks.serving.quality import Quality
 from benchmarks.serving.record import RecordError, Result, environment, open_result, save_result
 from benchmarks.serving.tables import Table, markdown, rich_table
 from benchmarks.serving.workload import WorkloadError
+from grkv_sglang.commands.options import with_settings
 from grkv_sglang.model import ensure_model
 from grkv_sglang.serving import ServerError, detect_device
-from grkv_sglang.settings import CONFIG_FILE, ConfigError, load_settings
+from grkv_sglang.settings import ConfigError, load_settings
 
 PREFIX = "BENCHMARK_"
-"""Of the variable that names a settings file; nothing else is read from the environment."""
+"""Of environment variables, none of which is read."""
 
 
 class Settings(BaseModel):
@@ -171,13 +172,29 @@ def end_servers_on_sigterm() -> None:
 def command_of(benchmark: Benchmark[Any]) -> Callable[..., None]:
     """The command of a benchmark, with one option per field of its settings."""
 
-    def command(quick: bool, json_path: Path | None, config: Path | None, **fields: Any) -> None:
+    def command(
+        *,
+        quick: Annotated[
+            bool,
+            typer.Option("--quick/--full", help="Minutes on two cores, or hours; defaults shown are quick."),
+        ] = True,
+        json_path: Annotated[
+            Path | None,
+            typer.Option("--json", help="Where the result goes; a result that is there is gone on with."),
+        ] = None,
+        config: Path | None,
+        **fields: Any,
+    ) -> None:
         kind = benchmark.settings if quick else benchmark.full
-        variables = {PREFIX + CONFIG_FILE: str(config)} if config is not None else {}
         try:
             settings = load_settings(
-                kind, PREFIX, environ=variables, overrides=fields, label=f"{benchmark.name} settings"
-            )
+                kind,
+                PREFIX,
+                environ={},
+                config_file=config,
+                overrides=fields,
+                label=f"{benchmark.name} settings",
+            )  # fmt: skip
             execute(benchmark, settings, json_path, Console())
         except (ConfigError, RecordError, WorkloadError) as error:
             typer.echo(str(error), err=True)
@@ -186,30 +203,5 @@ def command_of(benchmark: Benchmark[Any]) -> Callable[..., None]:
             typer.echo(f"{error}\nWhat is complete is kept; the same command goes on with it.", err=True)
             raise typer.Exit(1) from error
 
-    command.__signature__ = inspect.Signature(_parameters(benchmark.settings))  # type: ignore[attr-defined]
     command.__doc__ = inspect.getdoc(benchmark.run)
-    return command
-
-
-def _parameters(model: type[Settings]) -> list[inspect.Parameter]:
-    """Of a command: its own, then one per field, None where the user gives nothing."""
-    mode = typer.Option("--quick/--full", help="Minutes on two cores, or hours; defaults shown are quick.")
-    target = typer.Option("--json", help="Where the result goes; a result that is there is gone on with.")
-    file = typer.Option(help="Settings from a .toml, .yaml or .json file.", exists=True, dir_okay=False)
-    found: dict[str, tuple[Any, Any]] = {
-        "quick": (True, Annotated[bool, mode]),
-        "json_path": (None, Annotated[Path | None, target]),
-        "config": (None, Annotated[Path | None, file]),
-    }
-    for name, field in model.model_fields.items():
-        is_list = get_origin(field.annotation) is tuple
-        default = field.get_default()
-        shown = ",".join(map(str, default)) if is_list else default
-        text = f"{field.description}" + ("" if default is None else f" Default: {shown}.")
-        # Lists are given as text, which the model splits.
-        kind: Any = str if is_list else field.annotation
-        found[name] = (None, Annotated[kind | None, typer.Option(help=text)])
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for name, (default, annotation) in found.items()
-    ]
+    return with_settings(command, benchmark.settings)

@@ -15,18 +15,21 @@ def with_settings(command: Callable[..., Any], model: type[BaseModel]) -> Callab
     """`command` for typer, with one option per field of `model` and ``--config`` for a file of them.
 
     Args:
-        command: takes keyword arguments for the fields, None where the user gave nothing, `config`
-            (path or None), and a `context` first if it declares one.
+        command: takes keyword arguments for the fields, None where the user gave nothing, and `config`
+            (path or None). Its other parameters, as typer reads them, come first.
     """
-    own = inspect.signature(command, eval_str=True).parameters
-    context = [own["context"]] if "context" in own else []
+    own = [
+        parameter
+        for name, parameter in inspect.signature(command, eval_str=True).parameters.items()
+        if name != "config" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     config_file = typer.Option(
         "--config", help="Settings from a .toml, .yaml or .json file.", exists=True, dir_okay=False
     )
     options: dict[str, Any] = {"config": Annotated[Path | None, config_file]}
     for name, field in model.model_fields.items():
         value = field.get_default(call_default_factory=True)
-        text = ",".join(value) if isinstance(value, tuple) else value
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else value
         default = f" Default: {text}." if value is not None else ""
         # Lists are given as text, which the model splits.
         annotation: Any = str if get_origin(field.annotation) is tuple else field.annotation
@@ -35,5 +38,5 @@ def with_settings(command: Callable[..., Any], model: type[BaseModel]) -> Callab
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in options.items()
     ]
-    command.__signature__ = inspect.Signature([*context, *keywords])  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature([*own, *keywords])  # type: ignore[attr-defined]
     return command

@@ -443,8 +443,8 @@ def test_what_a_probe_knows_of_the_window_changes_nothing(name: str, p: int) -> 
     told = replace(made, inputs=replace(inputs, window=known)).compress(20)
     assert torch.equal(told.kept, plain.kept)
     torch.testing.assert_close(told.values, plain.values, rtol=1e-4, atol=1e-5)
-    # On so few queries the key step of `paper` makes percents of a key out of a target's last bit.
-    loose = name == "paper"
+    # On so few queries the key step makes percents of a key out of a target's last bit, unless many fit it.
+    loose = name in ("paper", "mixture")
     torch.testing.assert_close(told.keys, plain.keys, rtol=1e-4, atol=0.2 if loose else 1e-5)
     assert told.error_after == pytest.approx(plain.error_after, rel=0.05 if loose else 1e-3)
 
