@@ -159,14 +159,7 @@ class SameOriginWrites:
         if scope["type"] == "http" and scope["method"] not in _READING:
             headers = Headers(scope=scope)
             if not is_same_origin(headers):
-                await _refuse(
-                    Problem(
-                        403, "cross_site", "This request came from another site and was not carried out."
-                    ),
-                    scope,
-                    receive,
-                    send,
-                )
+                await _refuse(_CROSS_SITE, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -75,7 +75,7 @@ class Engine:
         deleted = 0
         for digest in digests:
             if complete and digest not in held:
-                continue  # each command ends the compression in work: send none for nothing
+                continue  # nothing is there to delete
             try:
                 await self.client.command("delete", tokens_sha256=digest, cache_salt=cache_salt)
                 deleted += 1
