@@ -30,7 +30,7 @@ from benchmarks.serving.options import Benchmark, Run, ServingSettings, referenc
 from benchmarks.serving.plots import new_figure
 from benchmarks.serving.progress import progress_bar
 from benchmarks.serving.quality import COLUMNS, Quality
-from benchmarks.serving.record import Frozen, Result
+from benchmarks.serving.record import AnswerRow, Frozen, Result, measured
 from benchmarks.serving.tables import Table
 from benchmarks.serving.workload import Request, cut_documents
 from benchmarks.texts import text_tokens
@@ -71,7 +71,7 @@ class FullChatSettings(ChatSettings):
     repeats: int = 3
 
 
-class TurnRow(Frozen):
+class TurnRow(AnswerRow):
     """One turn of one user. The history is the prompt and reply of the turn before."""
 
     engine: str
@@ -79,13 +79,6 @@ class TurnRow(Frozen):
     turn: int
     user: int
     history_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    span_tokens: int
-    span_slots: int
-    ttft_s: float
-    total_s: float
-    gaps_ms: list[float]
 
     @property
     def prefilled_again(self) -> int:
@@ -257,13 +250,7 @@ class _Chats:
             turn=turn,
             user=request.document,
             history_tokens=request.document_tokens,
-            prompt_tokens=answer.prompt_tokens,
-            cached_tokens=answer.cached_tokens,
-            span_tokens=answer.span_tokens,
-            span_slots=answer.span_slots,
-            ttft_s=round(answer.ttft_s, 4),
-            total_s=round(answer.total_s, 4),
-            gaps_ms=[round(1000 * gap, 3) for gap in answer.gaps_s],
+            **measured(answer),
         )
 
 

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from benchmarks.serving.client import Answer
+
 PACKAGES = ("grkv-sglang", "sglang", "torch", "transformers", "triton", "numpy")
 
 
@@ -25,6 +27,31 @@ class Frozen(BaseModel):
     """A row: nothing unknown in it, nothing changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AnswerRow(Frozen):
+    """What a row keeps of an answer (`client.Answer`); `measured` fills it."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    span_tokens: int
+    span_slots: int
+    ttft_s: float
+    total_s: float
+    gaps_ms: list[float]
+
+
+def measured(answer: Answer) -> dict[str, Any]:
+    """The fields of `AnswerRow`, rounded to what a clock can tell."""
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "span_tokens": answer.span_tokens,
+        "span_slots": answer.span_slots,
+        "ttft_s": round(answer.ttft_s, 4),
+        "total_s": round(answer.total_s, 4),
+        "gaps_ms": [round(1000 * gap, 3) for gap in answer.gaps_s],
+    }
 
 
 class Environment(Frozen):

@@ -38,7 +38,7 @@ from benchmarks.serving.options import Benchmark, Run, ServingSettings, referenc
 from benchmarks.serving.plots import bar_text, new_figure
 from benchmarks.serving.progress import progress_bar
 from benchmarks.serving.quality import COLUMNS, Quality
-from benchmarks.serving.record import Frozen, Result
+from benchmarks.serving.record import AnswerRow, Frozen, Result, measured
 from benchmarks.serving.tables import Table
 from benchmarks.serving.workload import (
     Popularity,
@@ -108,7 +108,7 @@ class FullSharedSettings(SharedSettings):
     warmup_requests: int = 32
 
 
-class RequestRow(Frozen):
+class RequestRow(AnswerRow):
     """One request. Document tokens as far as cached are hits."""
 
     engine: str
@@ -118,13 +118,6 @@ class RequestRow(Frozen):
     number: int
     document: int
     document_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    span_tokens: int
-    span_slots: int
-    ttft_s: float
-    total_s: float
-    gaps_ms: list[float]
 
     @property
     def hit_tokens(self) -> int:
@@ -357,13 +350,7 @@ class _Documents:
             number=request.number,
             document=request.document,
             document_tokens=request.document_tokens,
-            prompt_tokens=answer.prompt_tokens,
-            cached_tokens=answer.cached_tokens,
-            span_tokens=answer.span_tokens,
-            span_slots=answer.span_slots,
-            ttft_s=round(answer.ttft_s, 4),
-            total_s=round(answer.total_s, 4),
-            gaps_ms=[round(1000 * gap, 3) for gap in answer.gaps_s],
+            **measured(answer),
         )
 
 
