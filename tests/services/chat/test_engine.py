@@ -12,12 +12,11 @@ from sqlalchemy.orm import Session
 
 from grkv_sglang.services.chat.database import User, open_database
 from grkv_sglang.services.chat.settings import ChatSettings
-from tests.services.chat.servers import BreakableProxy, ChatProcess, chat_server
+from tests.services.chat.servers import LONG_ANSWER, answering_at_length, chat_server
 from tests.services.chat.streams import ChatUser, passage, wait_for_span
+from tests.services.proxy import BreakableProxy
 
 pytestmark = pytest.mark.engine
-
-LONG_ANSWER = "Tell me a very long story about a clock maker and her seven clocks."
 
 
 @pytest.fixture
@@ -158,13 +157,7 @@ def test_nothing_is_lost_when_the_engine_goes_away(settings: ChatSettings, proxy
 
 
 def test_a_stopped_server_keeps_what_there_is(settings: ChatSettings, tmp_path: Path):
-    process = ChatProcess(
-        tmp_path / "chat.log",
-        engine_url=settings.engine_url,
-        database_url=settings.database_url,
-        max_tokens=400,
-        temperature=0,
-    )
+    process = answering_at_length(settings, tmp_path)
     process.start()
     try:
         ada = ChatUser(process.url, "Ada")

@@ -15,11 +15,11 @@ from grkv_sglang.services.chat.settings import ChatSettings
 from grkv_sglang.services.chat.store import Outcome, Store
 from grkv_sglang.services.common.engine import Problem
 from tests.services.chat.conftest import PASSWORD
-from tests.services.chat.servers import BreakableProxy, ChatProcess, chat_server
+from tests.services.chat.servers import LONG_ANSWER, answering_at_length, chat_server
+from tests.services.proxy import BreakableProxy
 
 OpenPage = Callable[..., Page]
 
-LONG_ANSWER = "Tell me a very long story about a clock maker and her seven clocks."
 ANSWER_MS = 300_000
 
 
@@ -163,13 +163,7 @@ def test_with_the_keyboard_alone(settings: ChatSettings, open_page: OpenPage):
 @pytest.mark.engine
 def test_a_killed_server_and_another_tab(settings: ChatSettings, open_page: OpenPage, tmp_path: Path):
     """Killed while it answers: the history is there, the half answer is marked, and the page goes on."""
-    process = ChatProcess(
-        tmp_path / "chat.log",
-        engine_url=settings.engine_url,
-        database_url=settings.database_url,
-        max_tokens=400,
-        temperature=0,
-    )
+    process = answering_at_length(settings, tmp_path)
     process.start()
     try:
         page = open_page(process.url)

@@ -11,7 +11,8 @@ import pytest
 
 from grkv_sglang.services.rag.embedding import Embedder
 from grkv_sglang.services.rag.settings import BUILT_IN_EMBEDDING, RagSettings
-from tests.services.rag.serving import RunningRag, free_port, serving
+from grkv_sglang.serving import free_port
+from tests.services.rag.serving import RunningRag, serving
 
 StartRag = Callable[..., RunningRag]
 

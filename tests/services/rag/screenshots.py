@@ -17,10 +17,11 @@ from playwright.sync_api import Page, expect
 
 from grkv_sglang.services.rag.embedding import Embedder
 from grkv_sglang.services.rag.settings import BUILT_IN_EMBEDDING, RagSettings
+from grkv_sglang.serving import free_port
 from tests.services.browser import running_browser
 from tests.services.rag.browser import NARROW, WIDE, new_page
 from tests.services.rag.files import TOPICS, long_text, pdf
-from tests.services.rag.serving import RunningRag, free_port, serving
+from tests.services.rag.serving import RunningRag, serving
 
 ANSWER_MS = 180_000
 QUESTION = "What is the sourdough starter fed with?"

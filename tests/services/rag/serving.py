@@ -1,10 +1,8 @@
-"""A real service for a test: its app on uvicorn, in a thread; and a proxy that can break."""
+"""A real service for a test: its app on uvicorn, in a thread."""
 
 from __future__ import annotations
 
 import json
-import select
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -114,58 +112,3 @@ def parse_events(text: str) -> list[tuple[str, Any]]:
         if fields:
             events.append((fields["event"], json.loads(fields["data"])))
     return events
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-class BreakableProxy:
-    """Passes TCP on to a real server, until it is cut."""
-
-    def __init__(self, target_url: str) -> None:
-        target = httpx.URL(target_url)
-        self._target = (target.host, target.port or 80)
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._listener: socket.socket | None = None
-        self._ended = threading.Event()
-
-    def restore(self) -> None:
-        """Let connections through."""
-        assert self._listener is None
-        self._ended = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", self.port))
-        threading.Thread(target=self._accept, args=(self._listener, self._ended), daemon=True).start()
-
-    def cut(self) -> None:
-        """End all connections and refuse new ones."""
-        self._ended.set()
-        if self._listener is not None:
-            self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-            self._listener = None
-
-    def _accept(self, listener: socket.socket, ended: threading.Event) -> None:
-        while not ended.is_set():
-            try:
-                near, _ = listener.accept()
-            except OSError:  # it was closed
-                return
-            threading.Thread(target=self._pass_on, args=(near, ended), daemon=True).start()
-
-    def _pass_on(self, near: socket.socket, ended: threading.Event) -> None:
-        with near, socket.create_connection(self._target) as far:
-            others = {near: far, far: near}
-            while not ended.is_set():
-                for readable in select.select(list(others), [], [], 0.05)[0]:
-                    try:
-                        data = readable.recv(65536)
-                        if not data:
-                            return
-                        others[readable].sendall(data)
-                    except OSError:  # one side is gone
-                        return

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from grkv_sglang.services.rag.command import admin_app, first_key
 from grkv_sglang.services.rag.settings import RagSettings, load
 from grkv_sglang.services.rag.store import Store
+from grkv_sglang.serving import free_port
 from grkv_sglang.settings import ConfigError
-from tests.services.rag.serving import free_port
 
 
 def test_every_setting_is_described():
