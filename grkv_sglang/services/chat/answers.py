@@ -24,7 +24,7 @@ from grkv_sglang.services.chat.history import (
 )
 from grkv_sglang.services.chat.settings import ChatSettings
 from grkv_sglang.services.chat.store import Outcome, Store, TurnToAnswer
-from grkv_sglang.services.common.engine import Problem, problem_of
+from grkv_sglang.services.common.engine import Problem, context_tokens, problem_of
 from grkv_sglang.services.common.events import PING, event
 from grkv_sglang.services.common.markdown import render
 
@@ -152,7 +152,8 @@ class Answers:
         try:
             messages = prompt_messages(turn.system_message, turn.answered, turn.question)
             ids = await self._client.tokenize(messages)
-            room = await self._context_tokens() - len(ids) - 1
+            # Asked each time: an engine may be replaced by another while this server runs.
+            room = await context_tokens(self._client) - len(ids) - 1
             if room < LEAST_ROOM_TOKENS:
                 return Outcome("failed", "", _full(len(ids), bool(turn.answered)))
             marked = None
@@ -196,12 +197,6 @@ class Answers:
             if run.stopped_by_user:
                 return Outcome("stopped", run.text)
             return Outcome("interrupted" if run.text else "failed", run.text, _RESTARTED)
-
-    async def _context_tokens(self) -> int:
-        """The longest prompt with its answer that the model takes; asked each time, because an engine may be
-        replaced by another while this server runs."""
-        models = await self._client.get("/v1/models")
-        return int(models["data"][0]["max_model_len"])
 
 
 def _full(prompt_tokens: int, has_history: bool) -> Problem:

@@ -1,4 +1,4 @@
-"""Errors of the engine's client as what a person is told."""
+"""What every service asks of its engine, and errors of the engine's client as what a person is told."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from grkv_sglang.client import GrkvApiError, GrkvConnectionError, GrkvError
+from grkv_sglang.client import AsyncGrkvClient, GrkvApiError, GrkvConnectionError, GrkvError
 
 _FULL_WORDS = ("context length", "longer than the model", "maximum allowed length", "too long")
 
@@ -25,6 +25,19 @@ class Problem:
     status: int
     code: str
     message: str
+
+
+async def context_tokens(client: AsyncGrkvClient) -> int:
+    """Tokens that the model reads and writes at most.
+
+    Raises:
+        GrkvError: the engine is not reached, or something else than SGLang answers there.
+    """
+    models = await client.get("/v1/models")
+    try:
+        return int(models["data"][0]["max_model_len"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise GrkvConnectionError("/v1/models: not an answer of SGLang") from error
 
 
 def problem_of(error: GrkvError, engine_url: str, *, kept: str = "your message is kept") -> Problem:

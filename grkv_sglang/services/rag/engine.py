@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from grkv_sglang.client import AsyncGrkvClient, GrkvApiError, GrkvConnectionError, RetryPolicy, Timeouts
 from grkv_sglang.client.state import namespace_name
+from grkv_sglang.services.common.engine import context_tokens
 from grkv_sglang.services.rag.settings import RagSettings
 
 _BATCH_TEXTS = 2000
@@ -37,11 +38,7 @@ class Engine:
             GrkvError: the engine is not reached.
         """
         if self._context_tokens is None or fresh:
-            models = await self.client.get("/v1/models")
-            try:
-                self._context_tokens = int(models["data"][0]["max_model_len"])
-            except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise GrkvConnectionError(f"{self.url}/v1/models: not an answer of SGLang") from error
+            self._context_tokens = await context_tokens(self.client)
         return self._context_tokens
 
     async def count_tokens(self, texts: Sequence[str]) -> list[int]:
