@@ -71,12 +71,13 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         ctx.tp_worker.model_runner, None if tokenizer is None else pass_prompts(tokenizer)
     )
     profile = compressor.check_profile(config.profile)
-    possible = with_possible_spans(config, profile.n_window + profile.sinks)
+    always_kept = profile.n_window + profile.sinks
+    possible = with_possible_spans(config, always_kept)
     if possible is not config:
         logger.warning(
             "grkv: min_span_tokens is %d instead of %d: the budget keeps of shorter stretches no more than "
             "the %d tokens that profile %r always keeps",
-            possible.min_span_tokens, config.min_span_tokens, profile.n_window + profile.sinks, profile.name,
+            possible.min_span_tokens, config.min_span_tokens, always_kept, profile.name,
         )  # fmt: skip
     return GrkvRadixCache(
         ctx.params,
