@@ -46,7 +46,7 @@ class OverheadSettings(Settings):
     """Quick mode."""
 
     chunk_tokens: int = Field(8192, ge=1, description="Tokens of a prefill chunk; a text in one is fastest.")
-    lengths: tuple[int, ...] = Field((4096,), description="Tokens of the prefixes.")
+    lengths: tuple[int, ...] = Field((1536, 4096, 8000), description="Tokens of the prefixes.")
     profiles: tuple[str, ...] = Field(("default",), description="Profiles.")
     budget: float = Field(0.1, gt=0, le=1, description="Share of the tokens kept.")
     repeats: int = Field(4, ge=1, description="Texts per length and profile, besides one to warm up.")
@@ -63,7 +63,6 @@ class OverheadSettings(Settings):
 class FullOverheadSettings(OverheadSettings):
     """Full mode."""
 
-    lengths: tuple[int, ...] = (1536, 4096, 8000)
     profiles: tuple[str, ...] = ("default", "best")
     repeats: int = 5
     pairs: int = 48
