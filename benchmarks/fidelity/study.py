@@ -25,7 +25,7 @@ console = Console()
 
 PRIMARY = "default,best"
 PARTS = ("main", "peers", "pairs", "controls", "ablation", "others")
-PAIRS = ("question_mass~snapkv~snapkv", "snapkv", "expected_attention", "kvzip")
+PAIRS = ("question_mass~snapkv_onward~snapkv_onward", "snapkv", "expected_attention", "kvzip")
 """Selections that are measured with and without the regression of `default`; the first is its own."""
 OTHERS = (
     "paper", "release", "adakv", "critical_adakv", "pyramidkv", "kvzip_per_head", "h2o", "kvzip+snapkv",
@@ -43,9 +43,10 @@ ABLATION = {
     "ridge 0.001": "default[lambda_k=0.001;lambda_v=0.001]",
     "no fixed share": "default[fixed_share=0.0]",
     "16 iterations of the key step": "default[cg_iterations=16]",
-    "selects by the last 64 queries": "default[window_tokens=64]",
+    "scores not carried on": "default[scorer=question_mass~snapkv~snapkv]",
     "selects by the last 32 queries": "default[window_tokens=32]",
-    "selects by 64 of the last 256 queries": "default[window_tokens=256]",
+    "selects by the last 128 queries": "default[window_tokens=128]",
+    "selects by 64 of the last 128 queries": "default[window_tokens=128;window_queries=64]",
     "fits the window only": "default[fit_questions=0]",
     "fits the requests only": "default[fit_window=0]",
     "fits 24 strata only": "default[fit_window=0;fit_questions=0;fit_strata=24]",

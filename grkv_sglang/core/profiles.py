@@ -202,17 +202,17 @@ _RELEASE = Profile(
 )
 
 # No pass over the span: queries of its end and two short requests behind it score and fit, so that hardly
-# anything else has to be computed. Every other one of the last 128 queries, because text that repeats itself
-# is copied from places that the last 32 do not look at. What they attend to counts twice: it helps the text
-# that follows more than it costs answers. What each part adds is measured in docs/quality.md.
+# anything else has to be computed. The last 64 queries, as text that repeats itself is copied from places
+# that the last 32 do not look at, and what follows the tokens that they look at, because that is copied next.
+# They count twice: that helps the text that follows more than it costs answers. What each part adds is
+# measured in docs/quality.md.
 # The weights add up to about `release`'s 6, which keeps its balance between loss and ridge; 4 iterations of
 # the key step did as well as 16.
 _DEFAULT = Profile(
     name="default",
-    scorer="question_mass~snapkv~snapkv",
+    scorer="question_mass~snapkv_onward~snapkv_onward",
     n_window=32,
-    window_tokens=128,
-    window_queries=64,
+    window_tokens=64,
     fit_window=16,
     fit_questions=12,
     n_held_out=8,
@@ -234,12 +234,12 @@ _BEST = replace(
     _DEFAULT,
     name="best",
     fit_window=32,
-    scorer="repetition_mass~repetition_energy~kvzip~question_mass~snapkv~snapkv",
+    scorer="repetition_mass~repetition_energy~kvzip~question_mass~snapkv_onward~snapkv_onward",
     fit_strata=24,
     fit_repetition=24,
     fit_questions=24,
     query_weight=6 / 104,
-    repetition_reach_tokens=128,
+    repetition_reach_tokens=None,
 )
 
 # `default`'s selection with the selected tokens stored as they are.

@@ -861,7 +861,7 @@ def test_span_quality_of_several_ranks_relates_the_sums_of_all() -> None:
         ({"values": torch.zeros(30, 2, 6)}, r"got \[31, 2, 8\] and \[30, 2, 6\]"),
         ({"values": torch.zeros(31, 2, 6, dtype=torch.float16)}, "one dtype"),
         ({"keys": torch.zeros(31, 2, 8).double(), "values": torch.zeros(31, 2, 6).double()}, "torch.float64"),
-        ({"queries": torch.zeros(11, 6, 8)}, r"queries \[8, a multiple of 2, 8\]"),
+        ({"queries": torch.zeros(11, 6, 8)}, r"queries \[13, a multiple of 2, 8\]"),
         ({"queries": torch.zeros(8, 5, 8)}, r"got \[8, 5, 8\]"),
         ({"keys": torch.zeros(25, 2, 8), "values": torch.zeros(25, 2, 6)}, "plan for a span of 25 tokens"),
         ({"ancestor_keys": torch.zeros(3, 2, 8)}, "together"),

@@ -23,6 +23,7 @@ from .reference import pass_statistics, random, rotary_table, rotated
 SHAPES = [(1, 1, 7), (2, 3, 11), (1, 4, 23), (3, 1, 13), (5, 3, 17)]
 BUILT_IN = (
     "snapkv",
+    "snapkv_onward",
     "stratified",
     "stratified_value",
     "criticalkv",
@@ -90,6 +91,18 @@ def naive_snapkv(ctx: ScoringContext) -> list[list[float]]:
     ]
 
 
+def naive_onward(ctx: ScoringContext) -> list[list[float]]:
+    before = max(0, ctx.keys.shape[1] - ctx.n_window)
+    return [
+        [
+            max(row[s], *(0.5 * row[s - d] * 2 ** (-d / 16) for d in range(1, 65) if d <= s), 0.0)
+            for s in range(before)
+        ]
+        + row[before:]
+        for row in naive_snapkv(ctx)
+    ]
+
+
 def naive_norm(ctx: ScoringContext, head: int, token: int) -> float:
     return sum(float(x) ** 2 for x in ctx.values[head, token]) ** 0.5
 
@@ -140,6 +153,8 @@ def numbers(tensor: Tensor) -> list[list[float]]:
 def naive_scores(name: str, ctx: ScoringContext) -> list[list[float]]:
     if name in {"snapkv", "criticalkv", "adakv", "critical_adakv", "pyramidkv"}:
         return naive_snapkv(ctx)
+    if name == "snapkv_onward":
+        return naive_onward(ctx)
     if name == "expected_attention":
         return naive_expected_attention(ctx, is_neox=True, n_future=512)
     if name == "h2o":
@@ -276,6 +291,20 @@ def test_scoring_leaves_its_inputs_alone(name: str) -> None:
 def test_snapkv_scores_of_spans_shorter_than_the_pool(n: int) -> None:
     ctx = context(1, 3, n, m=1, n_window=2)
     torch.testing.assert_close(get_scorer("snapkv").score(ctx), approximately(naive_snapkv(ctx)))
+
+
+@pytest.mark.parametrize("n", [2, 3, 66, 68, 151])
+def test_scores_carry_on_as_far_as_the_reach(n: int) -> None:
+    ctx = context(2, 3, n, m=1, n_window=2)
+    scores = get_scorer("snapkv_onward").score(ctx)
+    torch.testing.assert_close(scores, approximately(naive_onward(ctx)))
+    peak = torch.zeros(1, 151, dtype=torch.float64)
+    peak[0, 20] = 1.0
+    carried = get_scorer("snapkv_onward").score(
+        replace(ctx, attention={"window": peak}, n_window=0, pool_kernel=1)
+    )
+    assert carried[0].nonzero().flatten().tolist() == list(range(20, 85))
+    assert carried[0, [20, 36, 84]].tolist() == pytest.approx([1.0, 0.25, 0.5 / 16])
 
 
 def test_projected_norms_of_more_tokens_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -685,7 +714,7 @@ def test_a_sum_refuses_parts_whose_own_rule_it_would_drop(separator: str, part: 
 
 def test_a_sum_takes_all_other_methods() -> None:
     plain = [name for name in BUILT_IN if get_scorer(name).storage == "even" and name != "criticalkv"]
-    assert len(plain) == 9
+    assert len(plain) == 10
     combined = get_scorer("+".join(plain))
     assert combined.name == "+".join(plain)
     # A sum keeps its highest scores, too.

@@ -21,7 +21,7 @@ from grkv_sglang.core.selection.expected_attention import ExpectedAttention
 from grkv_sglang.core.selection.h2o import H2O
 from grkv_sglang.core.selection.kvzip import KVzip, KVzipPerHead
 from grkv_sglang.core.selection.pyramidkv import PyramidKV
-from grkv_sglang.core.selection.snapkv import SnapKV
+from grkv_sglang.core.selection.snapkv import SnapKV, SnapKVOnward
 from grkv_sglang.core.selection.stratified import Stratified, StratifiedValue
 from grkv_sglang.core.selection.usage import QuestionMass, RepetitionEnergy, RepetitionMass
 
@@ -45,6 +45,7 @@ _BUILT_IN: dict[str, Scorer] = {
     scorer.name: scorer
     for scorer in (
         SnapKV(),
+        SnapKVOnward(),
         Stratified(),
         StratifiedValue(),
         CriticalKV(),
