@@ -9,6 +9,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.services.browser import running_browser
+from tests.services.proxy import BreakableProxy
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +26,10 @@ def browser(chromium: str) -> Iterator[Browser]:
     expect.set_options(timeout=30_000)  # the engine may have the machine to itself
     with running_browser(chromium) as browser:
         yield browser
+
+
+@pytest.fixture
+def proxy(engine_url: str) -> Iterator[BreakableProxy]:
+    opened = BreakableProxy(engine_url)
+    yield opened
+    opened.break_off()

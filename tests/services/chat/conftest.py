@@ -17,9 +17,11 @@ from grkv_sglang.services.chat.database import Base, open_database
 from grkv_sglang.services.chat.settings import ChatSettings
 from grkv_sglang.services.chat.store import Store
 from grkv_sglang.serving import free_port
+from tests.services.proxy import BreakableProxy
 
 POSTGRESQL = "CHAT_TEST_POSTGRESQL_URL"
 PASSWORD = "correct horse"
+BEGUN = 6
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -53,6 +55,14 @@ def settings(tmp_path: Path) -> ChatSettings:
         engine_url=f"http://127.0.0.1:{free_port()}",
         max_message_characters=1000,
     )
+
+
+@pytest.fixture
+def endless(settings: ChatSettings, proxy: BreakableProxy) -> ChatSettings:
+    """The test's settings, with answers that begin and then wait: of each, the engine's first `BEGUN` events
+    arrive, one token each, until the test lets more of them through `proxy`."""
+    proxy.hold_back(BEGUN)
+    return settings.model_copy(update={"engine_url": proxy.url, "max_tokens": 400})
 
 
 @pytest.fixture

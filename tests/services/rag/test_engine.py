@@ -13,7 +13,6 @@ from grkv_sglang.client.state import namespace_name
 from grkv_sglang.services.rag.prompts import prompt_messages, section_message
 from grkv_sglang.services.rag.settings import RagSettings
 from grkv_sglang.serving import free_port
-from tests.services.proxy import BreakableProxy
 from tests.services.rag.files import QUESTIONS, TOPICS, long_text, pdf
 from tests.services.rag.serving import serving
 
@@ -212,48 +211,41 @@ def test_a_short_document_stays_exact(rag, engine):
     assert spans(engine, salt_of(rag)) == []
 
 
-def test_an_engine_that_is_down_and_comes_back(start_rag, engine_url):
-    proxy = BreakableProxy(engine_url)
+def test_an_engine_that_is_down_and_comes_back(start_rag, proxy):
     proxy.break_off()
     rag = start_rag(engine_url=proxy.url)
     tenant = rag.tenant()
     document_id = tenant.upload("bread.txt", long_text("bread", 4)).json()["id"]
     assert tenant.document(document_id)["status"] in ("waiting", "indexing")
     proxy.mend()
-    try:
-        assert tenant.wait(document_id, "ready")["problem"] is None
-        assert tenant.ask(QUESTIONS["bread"])["served"]["span_tokens"] > 200
-        proxy.break_off()
-        response = tenant.http.post("/questions", json={"question": QUESTIONS["bread"]})
-        assert response.status_code in (502, 503)
-        error = response.json()["error"]
-        assert error["code"] in ("engine_down", "engine_broke_off")
-        assert "your documents are kept" in error["message"]
-        assert httpx.get(f"{rag.url}/healthz").json() == {"status": "ok", "engine": "not reached"}
-        proxy.mend()
-        assert tenant.ask(QUESTIONS["bread"])["served"]["span_tokens"] > 200
-    finally:
-        proxy.break_off()
+    assert tenant.wait(document_id, "ready")["problem"] is None
+    assert tenant.ask(QUESTIONS["bread"])["served"]["span_tokens"] > 200
+    proxy.break_off()
+    response = tenant.http.post("/questions", json={"question": QUESTIONS["bread"]})
+    assert response.status_code in (502, 503)
+    error = response.json()["error"]
+    assert error["code"] in ("engine_down", "engine_broke_off")
+    assert "your documents are kept" in error["message"]
+    assert httpx.get(f"{rag.url}/healthz").json() == {"status": "ok", "engine": "not reached"}
+    proxy.mend()
+    assert tenant.ask(QUESTIONS["bread"])["served"]["span_tokens"] > 200
 
 
-def test_an_engine_that_breaks_off_an_answer(start_rag, engine_url):
-    proxy = BreakableProxy(engine_url)
-    try:
-        tenant = start_rag(engine_url=proxy.url).tenant()
-        tenant.add("short.txt", "The kettle holds two litres.")
-        with tenant.http.stream(
-            "POST", "/questions", json={"question": "Tell all about kettles.", "max_tokens": 200}
-        ) as response:
-            seen = ""
-            for text in response.iter_text():
-                seen += text
-                if "event: text" in seen:
-                    proxy.break_off()
-        assert "event: error" in seen
-        assert '"code": "engine_broke_off"' in seen
-        assert "event: done" not in seen
-    finally:
-        proxy.break_off()
+def test_an_engine_that_breaks_off_an_answer(start_rag, proxy):
+    tenant = start_rag(engine_url=proxy.url).tenant()
+    tenant.add("short.txt", "The kettle holds two litres.")
+    proxy.hold_back(3)  # no answer is over before it breaks off
+    with tenant.http.stream(
+        "POST", "/questions", json={"question": "Tell all about kettles.", "max_tokens": 200}
+    ) as response:
+        seen = ""
+        for text in response.iter_text():
+            seen += text
+            if "event: text" in seen:
+                proxy.break_off()
+    assert "event: error" in seen
+    assert '"code": "engine_broke_off"' in seen
+    assert "event: done" not in seen
 
 
 def test_work_goes_on_after_a_restart_of_the_service(start_rag, engine_url, tmp_path, embedder):
