@@ -140,7 +140,7 @@ class StreamReader:
         Raises:
             GrkvConnectionError: it broke off before its end.
         """
-        completion = self._completion() if self._done else None
+        completion = self.so_far() if self._ended() else None
         if completion is None:
             raise GrkvConnectionError(
                 f"{self._url}: the stream broke off after {self._characters} characters"
@@ -164,9 +164,13 @@ class StreamReader:
         """The piece of text that one event adds."""
         raise NotImplementedError
 
-    def _completion(self) -> Completion | None:
-        """What the events told; None where they did not tell all of it."""
+    def so_far(self) -> Completion | None:
+        """What the events have told of the answer; None where they have not told its usage."""
         raise NotImplementedError
+
+    def _ended(self) -> bool:
+        """Whether the answer came to its end."""
+        return self._done
 
 
 class OpenAIReader(StreamReader):
@@ -195,7 +199,7 @@ class OpenAIReader(StreamReader):
         self._parts.append(piece)
         return piece
 
-    def _completion(self) -> Completion | None:
+    def so_far(self) -> Completion | None:
         if self._usage is None:
             return None
         return Completion(
@@ -209,7 +213,8 @@ class OpenAIReader(StreamReader):
 
 
 class GenerateReader(StreamReader):
-    """Streams of SGLang's native ``/generate``, whose every event has what served the prompt."""
+    """Streams of SGLang's native ``/generate``, whose every event has the usage so far and what served the
+    prompt."""
 
     def __init__(self, request_id: str | None, url: str) -> None:
         super().__init__(request_id, url)
@@ -229,14 +234,17 @@ class GenerateReader(StreamReader):
             self._served = Served.model_validate(meta[OPTIONS_KEY][0])
         return piece
 
-    def _completion(self) -> Completion | None:
-        reason = self._meta.get("finish_reason")
-        if reason is None:
+    def _ended(self) -> bool:
+        return self._done and self._meta.get("finish_reason") is not None
+
+    def so_far(self) -> Completion | None:
+        if not self._meta:
             return None
+        reason = self._meta["finish_reason"]
         prompt_tokens, new_tokens = self._meta["prompt_tokens"], self._meta["completion_tokens"]
         return Completion(
             text=self._text,
-            finish_reason=reason["type"],
+            finish_reason=None if reason is None else reason["type"],
             usage=Usage(
                 prompt_tokens=prompt_tokens,
                 completion_tokens=new_tokens,

@@ -190,6 +190,11 @@ class AsyncTextStream:
         await self._response.aclose()
 
     @property
+    def so_far(self) -> Completion | None:
+        """As `TextStream.so_far`."""
+        return self._reader.so_far()
+
+    @property
     def result(self) -> Completion:
         """As `TextStream.result`."""
         if self._result is None:

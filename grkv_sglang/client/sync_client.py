@@ -201,6 +201,13 @@ class TextStream:
         self._response.close()
 
     @property
+    def so_far(self) -> Completion | None:
+        """The answer as far as the server has told of it, for one that is not read to its end: text, usage
+        and what served the prompt. None before the first event, and in streams of the OpenAI API until their
+        end, where they tell their usage."""
+        return self._reader.so_far()
+
+    @property
     def result(self) -> Completion:
         """The whole answer with its usage.
 

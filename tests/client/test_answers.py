@@ -151,6 +151,42 @@ def test_a_native_stream_tells_what_served_the_prompt():
     assert result.request_id == "grkv-2"
 
 
+def test_a_native_stream_tells_what_there_is_before_its_end():
+    reader = reader_of("generate_stream")
+    assert reader.so_far() is None
+    whole = stream("generate_stream")
+    events = whole.split(b"\n\n")
+    # The second event is cut: it does not count.
+    assert read(reader, [events[0] + b"\n\n" + events[1][:-9]]) == [" of"]
+    told = reader.so_far()
+    assert told is not None
+    assert (told.text, told.finish_reason) == (" of", None)
+    assert (told.usage.prompt_tokens, told.usage.completion_tokens, told.usage.cached_tokens) == (404, 1, 400)
+    assert told.grkv is not None
+    assert told.grkv.span_slots == 40
+    with pytest.raises(GrkvConnectionError, match="broke off"):
+        reader.result()
+    read(reader, [whole[len(events[0]) + 2 + len(events[1]) - 9 :]])
+    assert reader.so_far() == reader.result()
+
+
+def test_an_openai_stream_tells_its_usage_at_the_end():
+    reader = reader_of("chat_stream")
+    first, rest = stream("chat_stream").split(b"\n\n", 1)
+    read(reader, [first + b"\n\n"])
+    assert reader.so_far() is None
+    read(reader, [rest])
+    assert reader.so_far() == reader.result()
+
+
+def test_a_native_stream_that_says_done_without_a_reason_has_broken_off():
+    reader = reader_of("generate_stream")
+    first, _ = stream("generate_stream").split(b"\n\n", 1)
+    read(reader, [first + b"\n\ndata: [DONE]\n\n"])
+    with pytest.raises(GrkvConnectionError, match="broke off"):
+        reader.result()
+
+
 def test_a_native_stream_of_a_server_that_sends_only_what_is_new():
     """SGLang's --incremental-streaming-output."""
     new = stream("generate_stream")

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 
 from grkv_sglang.client import (
     AsyncGrkvClient,
+    AsyncTextStream,
+    Completion,
     CompressionOptions,
     GrkvError,
     RetryPolicy,
     Timeouts,
 )
+from grkv_sglang.services.chat.database import TurnState
 from grkv_sglang.services.chat.history import (
     common_prefix,
     prompt_messages,
@@ -148,7 +151,9 @@ class Answers:
     async def _generate(self, run: Running) -> Outcome:
         """Make the answer; every way in which it can end is an outcome."""
         turn, settings = run.turn, self._settings
-        began = time.monotonic()
+        began, ttft_s = time.monotonic(), None
+        marked: int | None = None
+        stream: AsyncTextStream | None = None
         try:
             messages = prompt_messages(turn.system_message, turn.answered, turn.question)
             ids = await self._client.tokenize(messages)
@@ -156,7 +161,6 @@ class Answers:
             room = await context_tokens(self._client) - len(ids) - 1
             if room < LEAST_ROOM_TOKENS:
                 return Outcome("failed", "", _full(len(ids), bool(turn.answered)))
-            marked = None
             if turn.answered and len(ids) - turn.covered_tokens >= settings.compress_after_tokens:
                 history = common_prefix(ids, await self._client.tokenize(without_question(messages)))
                 marked = tokens_to_mark(history, turn.covered_tokens, settings.compress_after_tokens)
@@ -169,7 +173,7 @@ class Answers:
                 ),
                 cache_salt=turn.cache_salt,
             )
-            ttft_s, kept_at = None, began
+            kept_at = began
             async with stream:
                 async for piece in stream:
                     now = time.monotonic()
@@ -192,11 +196,28 @@ class Answers:
         except GrkvError as error:
             logger.warning("answering turn %s: %s", turn.turn_id, error)
             problem = problem_of(error, settings.engine_url)
-            return Outcome("interrupted" if run.text else "failed", run.text, problem)
         except asyncio.CancelledError:
-            if run.stopped_by_user:
-                return Outcome("stopped", run.text)
-            return Outcome("interrupted" if run.text else "failed", run.text, _RESTARTED)
+            problem = None if run.stopped_by_user else _RESTARTED
+        told = stream.so_far if stream is not None else None
+        return _without_end(run.text, told, problem, ttft_s, marked)
+
+
+def _without_end(
+    text: str, told: Completion | None, problem: Problem | None, ttft_s: float | None, marked: int | None
+) -> Outcome:
+    """An answer that was stopped (no `problem`) or broke off: it counts as far as the engine `told` of it."""
+    state: TurnState = "stopped" if problem is None else "interrupted" if text else "failed"
+    if told is None or not text:
+        return Outcome(state, text, problem)
+    return Outcome(
+        state,
+        told.text,  # may have more than `text`: what was received and not handed on yet
+        problem,
+        usage=told.usage,
+        served=told.grkv,
+        ttft_s=ttft_s,
+        marked_tokens=marked,
+    )
 
 
 def _full(prompt_tokens: int, has_history: bool) -> Problem:

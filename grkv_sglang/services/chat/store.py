@@ -69,7 +69,8 @@ class TurnToAnswer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an answer ended. `usage`, `served` and `ttft_s` are there where it came to its end."""
+    """How an answer ended. `usage`, `served` and `ttft_s` are there where there is some of it; without its
+    end they are what the engine had told until then."""
 
     state: TurnState
     answer: str

@@ -29,7 +29,7 @@ class TurnView(BaseModel):
 
 
 class Counters(BaseModel):
-    """Of a conversation, in tokens; of turns whose answers came to their end."""
+    """Of a conversation, in tokens; of turns that have an answer, whole or not."""
 
     prompt_tokens: int
     """Of all prompts: the history counts again with every turn."""

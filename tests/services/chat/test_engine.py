@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from grkv_sglang.client import GrkvClient
 from grkv_sglang.services.chat.database import User, open_database
+from grkv_sglang.services.chat.history import prompt_messages
 from grkv_sglang.services.chat.settings import ChatSettings
+from tests.services.chat.conftest import BEGUN
 from tests.services.chat.servers import LONG_ANSWER, answering_at_length, chat_server
 from tests.services.chat.streams import ChatUser, passage, wait_for_span
 from tests.services.proxy import BreakableProxy
@@ -83,8 +85,8 @@ def test_nothing_is_shared_between_users(settings: ChatSettings):
     assert other["cached_tokens"] == 0
 
 
-def test_an_answer_goes_on_without_its_reader_and_ends_when_it_is_stopped(settings: ChatSettings):
-    with chat_server(settings.model_copy(update={"max_tokens": 400})) as url:
+def test_an_answer_goes_on_without_its_reader_and_ends_when_it_is_stopped(endless: ChatSettings):
+    with chat_server(endless) as url:
         ada = ChatUser(url, "Ada")
         conversation = ada.new()
         for name, data in ada.events(conversation, "messages", {"text": LONG_ANSWER}):
@@ -99,12 +101,48 @@ def test_an_answer_goes_on_without_its_reader_and_ends_when_it_is_stopped(settin
             assert next(lines) == "event: turn"
             assert ada.http.post(f"/api/conversations/{conversation}/stop").status_code == 204
             assert "event: end" in list(lines)
-        stopped = ada.view(conversation)["turns"][0]
+        view = ada.view(conversation)
+        stopped, counters = view["turns"][0], view["counters"]
         assert (stopped["state"], stopped["problem"]) == ("stopped", None)
         assert len(stopped["answer"]) > 0
+        # It counts as far as it came.
+        with GrkvClient(endless.engine_url) as client:
+            prompt = client.tokenize(prompt_messages(endless.system_message, [], LONG_ANSWER))
+        assert counters["prompt_tokens"] == len(prompt)
+        assert 0 < counters["completion_tokens"] <= BEGUN
+        assert (
+            counters["context_tokens"]
+            == counters["held_slots"]
+            == len(prompt) + counters["completion_tokens"]
+        )
+        assert counters["ttft_s"] > 0.0
         # What there is of the answer is part of the conversation.
         ada.http.post(f"/api/conversations/{conversation}/stop").raise_for_status()
         assert ada.http.delete(f"/api/conversations/{conversation}").status_code == 204
+
+
+def test_a_stopped_answer_compresses_its_history_and_counts(endless: ChatSettings, proxy: BreakableProxy):
+    settings = endless.model_copy(update={"max_tokens": 8})
+    with chat_server(settings) as url:
+        ada = ChatUser(url, "Ada")
+        conversation = ada.new()
+        proxy.hold_back(None)
+        first = ada.send(conversation, f"Read this.\n\n{passage(1000, start=15_000)}")["counters"]
+        proxy.hold_back(BEGUN)
+        for name, data in ada.events(conversation, "messages", {"text": "Who is it about?"}):
+            if name == "answer" and data["html"]:
+                ada.http.post(f"/api/conversations/{conversation}/stop").raise_for_status()
+        second = ada.view(conversation)["counters"]
+        assert second["compressions"] == 1
+        assert second["prompt_tokens"] > 2 * first["prompt_tokens"]
+        assert second["cached_tokens"] >= first["prompt_tokens"]
+        assert 8 < second["completion_tokens"] <= 8 + BEGUN
+
+        span = wait_for_span(settings.engine_url, salts(settings)["Ada"])
+        proxy.hold_back(None)
+        third = ada.send(conversation, "And where?")["counters"]
+    assert third["span_tokens"] == span.tokens >= first["context_tokens"] - span.start_tokens
+    assert third["compressions"] == 1, "what is in a span is not marked again"
 
 
 def test_a_message_that_is_too_long_for_the_model_does_not_end_the_conversation(settings: ChatSettings):
@@ -120,16 +158,8 @@ def test_a_message_that_is_too_long_for_the_model_does_not_end_the_conversation(
     assert after["counters"]["context_tokens"] < 120
 
 
-@pytest.fixture
-def proxy(engine_url: str) -> Iterator[BreakableProxy]:
-    opened = BreakableProxy(engine_url)
-    yield opened
-    opened.break_off()
-
-
-def test_nothing_is_lost_when_the_engine_goes_away(settings: ChatSettings, proxy: BreakableProxy):
-    reached = settings.model_copy(update={"engine_url": proxy.url, "max_tokens": 400})
-    with chat_server(reached) as url:
+def test_nothing_is_lost_when_the_engine_goes_away(endless: ChatSettings, proxy: BreakableProxy):
+    with chat_server(endless) as url:
         ada = ChatUser(url, "Ada")
         conversation = ada.new()
         for name, data in ada.events(conversation, "messages", {"text": LONG_ANSWER}):
@@ -139,6 +169,7 @@ def test_nothing_is_lost_when_the_engine_goes_away(settings: ChatSettings, proxy
         cut = ended["turns"][0]
         assert (cut["state"], cut["problem"]["code"]) == ("interrupted", "engine_broke_off")
         assert cut["answer"]
+        assert 0 < ended["counters"]["completion_tokens"] <= BEGUN
 
         down = ada.send(conversation, "Are you there?")["turns"][1]
         assert (down["state"], down["problem"]["code"]) == ("failed", "engine_down")
@@ -147,7 +178,7 @@ def test_nothing_is_lost_when_the_engine_goes_away(settings: ChatSettings, proxy
 
     # Another server on the same database, with short answers.
     proxy.mend()
-    with chat_server(reached.model_copy(update={"max_tokens": 8})) as url:
+    with chat_server(endless.model_copy(update={"max_tokens": 8})) as url:
         ada.http.base_url = url
         assert ada.http.get("/healthz").json() == {"database": "ok", "engine": "ok"}
         again = ada.retry(conversation)
@@ -156,8 +187,8 @@ def test_nothing_is_lost_when_the_engine_goes_away(settings: ChatSettings, proxy
     assert again["turns"][0]["answer"] == cut["answer"]
 
 
-def test_a_stopped_server_keeps_what_there_is(settings: ChatSettings, tmp_path: Path):
-    process = answering_at_length(settings, tmp_path)
+def test_a_stopped_server_keeps_what_there_is(endless: ChatSettings, tmp_path: Path):
+    process = answering_at_length(endless, tmp_path)
     process.start()
     try:
         ada = ChatUser(process.url, "Ada")
@@ -167,8 +198,10 @@ def test_a_stopped_server_keeps_what_there_is(settings: ChatSettings, tmp_path: 
                 break
         process.end(signal.SIGTERM)
         process.start()
-        turn = ada.view(conversation)["turns"][0]
+        view = ada.view(conversation)
     finally:
         process.close()
+    turn = view["turns"][0]
     assert (turn["state"], turn["problem"]["code"]) == ("interrupted", "server_restarted")
     assert turn["answer"]
+    assert 0 < view["counters"]["completion_tokens"] <= BEGUN
