@@ -55,7 +55,9 @@ def run_sync(script: Script, method: str, *args: Any, settings: dict[str, Any], 
         if not method.startswith("stream"):
             return result
         with result:
-            return list(result), result.result
+            pieces = list(result)
+        assert result.so_far == result.result
+        return pieces, result.result
 
 
 def run_async(script: Script, method: str, *args: Any, settings: dict[str, Any], **fields: Any) -> Any:
@@ -66,7 +68,9 @@ def run_async(script: Script, method: str, *args: Any, settings: dict[str, Any],
             if not method.startswith("stream"):
                 return result
             async with result:
-                return [piece async for piece in result], result.result
+                pieces = [piece async for piece in result]
+            assert result.so_far == result.result
+            return pieces, result.result
 
     return asyncio.run(run())
 
@@ -302,6 +306,19 @@ def test_a_result_is_there_only_at_the_end():
         next(iter(text))
         with pytest.raises(RuntimeError, match="read to its end"):
             _ = text.result
+
+
+def test_what_there_is_of_an_answer_is_told_before_its_end():
+    first, rest = stream("generate_stream").split(b"\n\n", 1)
+    script = Script(httpx.Response(200, stream=Broken(first + b"\n\n", rest)))
+    with (
+        GrkvClient("http://server", transport=httpx.MockTransport(script)) as client,
+        client.stream_generate([1, 2]) as text,
+    ):
+        assert text.so_far is None
+        piece = next(iter(text))
+        assert text.so_far is not None
+        assert (text.so_far.text, text.so_far.usage.completion_tokens) == (piece, 1)
 
 
 def test_time_outs_reach_the_transport():
