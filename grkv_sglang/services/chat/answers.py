@@ -153,6 +153,7 @@ class Answers:
         turn, settings = run.turn, self._settings
         began, ttft_s = time.monotonic(), None
         marked: int | None = None
+        problem: Problem | None
         stream: AsyncTextStream | None = None
         try:
             messages = prompt_messages(turn.system_message, turn.answered, turn.question)
