@@ -13,13 +13,17 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from pydantic import ValidationError
 
-from benchmarks import overhead
+from benchmarks import hot_paths, overhead
 from benchmarks.serving.all import BENCHMARKS
+from benchmarks.serving.options import Benchmark
 from benchmarks.serving.quality import FILES, Quality
 from benchmarks.serving.record import Environment, Result
 from benchmarks.serving.tables import Table, markdown
 
-KNOWN = {**BENCHMARKS, overhead.BENCHMARK.name: overhead.BENCHMARK}
+KNOWN: dict[str, Benchmark[Any]] = {
+    **BENCHMARKS,
+    **{benchmark.name: benchmark for benchmark in (overhead.BENCHMARK, hot_paths.BENCHMARK)},
+}
 GAP = "inter-token-gap"
 
 INTRODUCTION = """# Benchmarks
