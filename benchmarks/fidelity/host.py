@@ -224,6 +224,11 @@ class Host:
                 kind: prefix.passes[kind].queries(layer, count)
                 for kind, count in profile.fitted_of_passes.items()
             },
+            pass_outputs={
+                kind: outputs
+                for kind, count in profile.fitted_of_passes.items()
+                if (outputs := prefix.passes[kind].outputs(layer, count)) is not None
+            },
             layer=layer,
             n_layers=self.n_layers,
         )

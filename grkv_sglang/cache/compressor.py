@@ -26,7 +26,6 @@ from grkv_kernels import copy_slots, write_slots
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from grkv_sglang.cache.span import SpanOrigin
 from grkv_sglang.core import (
@@ -42,10 +41,12 @@ from grkv_sglang.core import (
     SpanQuality,
     WindowAttention,
     always_kept_tokens,
+    attend,
     attend_window,
     compress_layer,
     get_profile,
     get_scorer,
+    group_rows,
     plan_queries,
 )
 from grkv_sglang.policy.prompts import PassPrompts, longest_prompt, pass_chunks
@@ -277,7 +278,7 @@ class Compressor:
         keys = self._pool.get_key_buffer(layer_id)
         values = self._pool.get_value_buffer(layer_id)
         n_before = source.ancestor_slots.numel()
-        path_keys, path_values = (buffer.index_select(0, source.path_slots) for buffer in (keys, values))
+        path_keys, path_values = (_by_head(buffer, source.path_slots) for buffer in (keys, values))
         queries, scale = work.probe.queries[layer_id]
         result = compress_layer(
             LayerInputs(
@@ -293,6 +294,12 @@ class Compressor:
                     kind: work.results[kind].queries(layer_id, count)
                     for kind, count in work.profile.fitted_of_passes.items()
                     if kind in work.results
+                },
+                pass_outputs={
+                    kind: outputs
+                    for kind, count in work.profile.fitted_of_passes.items()
+                    if kind in work.results
+                    and (outputs := work.results[kind].outputs(layer_id, count)) is not None
                 },
                 window=work.probe.window.get(layer_id),
                 layer=layer_id,
@@ -453,6 +460,11 @@ class _Reader:
         raise NotImplementedError
 
 
+def _by_head(buffer: Tensor, slots: Tensor) -> Tensor:
+    """[s, Hkv, d] of a pool's buffer [slots, Hkv, d]; head by head in memory, as every product reads it."""
+    return buffer.index_select(0, slots).transpose(0, 1).contiguous().transpose(0, 1)
+
+
 class _CachedAttention:
     """Attention backend of a forward pass over a cached prefix, whose tokens belong to one reader after the
     other: writes no KV."""
@@ -486,7 +498,7 @@ class _CachedAttention:
         for reader, *own in zip(self._readers, *split, strict=True):
             # Gathering a long prefix costs as much as attending to it: once for readers of the same slots.
             if gathered is None or gathered[0] is not reader.slots:
-                gathered = reader.slots, *(buffer.index_select(0, reader.slots) for buffer in buffers)
+                gathered = reader.slots, *(_by_head(buffer, reader.slots) for buffer in buffers)
             outputs.append(reader.attend(layer, *own, *gathered[1:]))
         return torch.cat(outputs).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
@@ -523,12 +535,13 @@ class _Probe(_Reader):
             )  # fmt: skip
             output[self._in_window] = window.output.to(output.dtype)
         if len(self._mask):
-            output[~self._in_window] = scaled_dot_product_attention(
-                queries[~self._in_window].movedim(0, 1)[None],
-                keys.movedim(0, 1)[None], values.movedim(0, 1)[None],
-                attn_mask=self._mask, scale=layer.scaling,
-                enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
-            )[0].movedim(0, 1)  # fmt: skip
+            others = queries[~self._in_window]
+            of_others = attend(
+                group_rows(others.float(), layer.tp_k_head_num),
+                keys.transpose(0, 1).float(), values.transpose(0, 1).float(),
+                scale=layer.scaling, visible=self._mask,
+            ).output.unflatten(1, (len(others), -1))  # fmt: skip
+            output[~self._in_window] = of_others.transpose(0, 1).flatten(1, 2).to(output.dtype)
         return output
 
 

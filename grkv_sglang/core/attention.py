@@ -12,14 +12,15 @@ their log-sum-exps; that is how ancestors (cached tokens before the span) enter 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-ROWS_AT_ONCE = 192
-"""Query rows whose weights exist at a time, [Hkv, rows, n], where many are reduced: few enough to stay in
-a CPU's cache."""
+WEIGHTS_AT_ONCE = {"cpu": 2**21, "cuda": 2**26}
+"""Softmax weights that exist at a time where they are reduced, by kind of device. On a CPU a tensor of 8 MiB
+stays near the cores; one of 32 MiB is returned to the system and zeroed anew for every layer."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,21 @@ def group_rows(queries: Tensor, n_kv_heads: int) -> Tensor:
         raise ValueError(f"expected a multiple of {n_kv_heads} query heads, got {n_heads}")
     group = n_heads // n_kv_heads
     return queries.reshape(m, n_kv_heads, group, d).transpose(0, 1).reshape(n_kv_heads, m * group, d)
+
+
+def blocks(
+    n_heads: int, n_rows: int, n_keys: int, *, multiple: int, device: torch.device
+) -> Iterator[tuple[slice, slice]]:
+    """KV heads and query rows to attend with at a time, so that about `WEIGHTS_AT_ONCE` weights exist.
+
+    Rows are split where one head alone has too many, in multiples of `multiple`: the rows of one query.
+    """
+    at_once = WEIGHTS_AT_ONCE[device.type]
+    rows = min(max(1, n_rows), max(1, at_once // max(1, n_keys * multiple)) * multiple)
+    heads = max(1, at_once // max(1, rows * n_keys)) if rows >= n_rows else 1
+    for head in range(0, n_heads, heads):
+        for row in range(0, n_rows, rows):
+            yield slice(head, min(head + heads, n_heads)), slice(row, min(row + rows, n_rows))
 
 
 def join(first: Partial, second: Partial) -> Partial:

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from grkv_sglang.core.attention import ROWS_AT_ONCE, Attention, Partial, attend, group_rows
+from grkv_sglang.core.attention import Attention, Partial, attend, blocks, group_rows
 from grkv_sglang.core.profiles import Profile
 from grkv_sglang.core.queries import QueryPlan
 from grkv_sglang.core.regression import UNCHANGED, Problem, regress
@@ -62,15 +62,13 @@ def attend_window(
     hidden = torch.arange(first, n_tokens, device=keys.device) > positions.to(keys.device)[:, None]
     mean = rows.new_zeros(n_kv_heads, n_tokens)
     output = rows.new_empty(n_kv_heads, n_queries * group, values.shape[-1])
-    step = max(1, ROWS_AT_ONCE // group)
-    for at in range(0, n_queries, step):
-        some = slice(at * group, min(at + step, n_queries) * group)
-        logits = torch.bmm(rows[:, some], keys.transpose(1, 2))
+    for heads, some in blocks(n_kv_heads, rows.shape[1], keys.shape[1], multiple=group, device=rows.device):
+        logits = torch.bmm(rows[heads, some], keys[heads].transpose(1, 2))
         by_query = logits[..., n_before + first :].unflatten(1, (-1, group))
-        by_query.masked_fill_(hidden[at : at + step].unsqueeze(1), -torch.inf)
+        by_query.masked_fill_(hidden[some.start // group : some.stop // group].unsqueeze(1), -torch.inf)
         weights = logits.softmax(dim=-1)
-        output[:, some] = torch.bmm(weights, values)
-        mean += _sum(weights[..., n_before:]) / (n_queries * group)
+        output[heads, some] = torch.bmm(weights, values[heads])
+        mean[heads] += _sum(weights[..., n_before:]) / (n_queries * group)
     by_token = output.view(n_kv_heads, n_queries, group, -1).transpose(0, 1)
     return WindowAttention(mean, by_token.reshape(n_queries, n_heads, -1))
 
@@ -97,6 +95,8 @@ class LayerInputs:
         passes: by kind, what the profile's passes left of this layer.
         pass_queries: by kind, [k, Hq, d] post-RoPE queries out of a pass, from behind the span; those that
             the profile fits.
+        pass_outputs: by kind, [k, Hq, dv] their attention over ancestors and the full span where it is known
+            already; it is computed for the others.
         window: attention of the plan's window queries where it is known already; None: it is computed.
         layer, n_layers: which layer this is, and of how many.
     """
@@ -110,6 +110,7 @@ class LayerInputs:
     output_projection: Tensor | None = None
     passes: Mapping[PassKind, PassStatistics] = field(default_factory=dict)
     pass_queries: Mapping[PassKind, Tensor] = field(default_factory=dict)
+    pass_outputs: Mapping[PassKind, Tensor] = field(default_factory=dict)
     window: WindowAttention | None = None
     layer: int = 0
     n_layers: int = 1
@@ -344,7 +345,9 @@ class _Layer:
             # They come from behind the span: every one sees all of it.
             last = torch.full((len(queries),), self.keys.shape[1] - 1)
             rows = self._grouped(queries.float(), last)
-            parts.append((rows, self.attend(rows).output))
+            known = self._inputs.pass_outputs.get(pass_kind)
+            output = self.attend(rows).output if known is None else group_rows(known, self.keys.shape[0])
+            parts.append((rows, output))
         if not parts:
             raise ValueError(
                 f"expected a plan with queries to fit, because profile {self._profile.name!r} has a value or "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grkv_sglang.core.attention import ROWS_AT_ONCE, group_rows
+from grkv_sglang.core.attention import blocks, group_rows
 from grkv_sglang.core.queries import stratum_midpoints
 from grkv_sglang.core.selection import PassStatistics
 
@@ -132,6 +132,7 @@ class PassResults:
     def __init__(self) -> None:
         self._statistics: dict[int, PassStatistics] = {}
         self._queries: dict[int, list[Tensor]] = {}
+        self._outputs: dict[int, list[Tensor | None]] = {}
 
     def statistics(self, layer: int) -> PassStatistics:
         """Of all chunks so far."""
@@ -140,8 +141,14 @@ class PassResults:
     def queries(self, layer: int, count: int) -> Tensor:
         """[count, Hq, d], evenly spaced among the sampled queries of all chunks so far; all if there are
         fewer."""
-        found = torch.cat(self._queries[layer])
-        return found[stratum_midpoints(len(found), count)] if len(found) > count else found
+        return _spread(torch.cat(self._queries[layer]), count)
+
+    def outputs(self, layer: int, count: int) -> Tensor | None:
+        """[count, Hq, dv] float32, the attention of `queries` over the span and what lies before it, without
+        the pass's own tokens; None if not all of the span was attended to."""
+        found = self._outputs[layer]
+        known = [output for output in found if output is not None]
+        return _spread(torch.cat(known), count) if len(known) == len(found) else None
 
     def attend(
         self,
@@ -188,22 +195,46 @@ class PassResults:
             token = torch.arange(n_tokens, device=rows.device) if token is None else token
             masked, visible = span, token <= chunk.first_position + own[:, None]
         output = rows.new_empty(n_kv_heads, n_queries * group, dv)
+        looked_at_all = chunk.own_keys and chunk.attended is None
+        sampled = torch.tensor(chunk.sampled, dtype=torch.int64, device=rows.device)
+        sampled_rows = (sampled[:, None] * group + torch.arange(group, device=rows.device)).flatten()
+        of_sampled = rows.new_empty(n_kv_heads, len(sampled_rows), dv)
         if layer not in self._statistics:
             self._statistics[layer] = PassStatistics.nothing(n_kv_heads, n_tokens, rows.device)
-        step = max(1, ROWS_AT_ONCE // group)
-        for first in range(0, n_queries, step):
-            some = slice(first * group, min(first + step, n_queries) * group)
+        n_keys = n_cached + (n_queries if chunk.own_keys else 0)
+        for heads, some in blocks(n_kv_heads, rows.shape[1], n_keys, multiple=group, device=rows.device):
             # One softmax over everything that is seen: before the span, the span, the chunk itself.
-            logits = torch.cat([torch.bmm(rows[:, some], k.transpose(1, 2)) for k, _ in by_head], dim=-1)
+            parts = [torch.bmm(rows[heads, some], k[heads].transpose(1, 2)) for k, _ in by_head]
+            logits = torch.cat(parts, dim=-1)
+            first, last = some.start // group, some.stop // group
             by_query = logits[..., masked].unflatten(1, (-1, group))
-            by_query.masked_fill_(~visible[first : first + step].unsqueeze(1), -torch.inf)
+            by_query.masked_fill_(~visible[first:last].unsqueeze(1), -torch.inf)
             weights = logits.softmax(dim=-1)
-            output[:, some] = torch.bmm(weights[..., :n_cached], by_head[0][1])
+            output[heads, some] = torch.bmm(weights[..., :n_cached], by_head[0][1][heads])
+            if looked_at_all:
+                here = (sampled_rows >= some.start) & (sampled_rows < some.stop)
+                index = sampled_rows[here] - some.start
+                every = len(index) == weights.shape[1]
+                share = (weights if every else weights[:, index])[..., :n_cached].sum(dim=-1, keepdim=True)
+                # Nearly all of a query's attention may be on its own chunk, but not quite all.
+                share.clamp_(min=torch.finfo(share.dtype).tiny)
+                of_sampled[heads, here] = output[heads, some][:, index] / share
             if chunk.own_keys:
-                output[:, some].baddbmm_(weights[..., n_cached:], by_head[1][1])
+                output[heads, some].baddbmm_(weights[..., n_cached:], by_head[1][1][heads])
             counting = weights[:, max(0, chunk.n_prompt - first) * group :, span]
             if counting.shape[1]:
-                self._statistics[layer].count(counting, group, chunk.attended)
-        self._queries.setdefault(layer, []).append(queries[list(chunk.sampled)].clone())
-        by_token = output.view(n_kv_heads, n_queries, group, dv).transpose(0, 1)
-        return by_token.reshape(n_queries, n_heads, dv)
+                self._statistics[layer].count(counting, group, chunk.attended, heads)
+        self._queries.setdefault(layer, []).append(queries[sampled].clone())
+        alone = _by_token(of_sampled, group) if looked_at_all else None
+        self._outputs.setdefault(layer, []).append(alone)
+        return _by_token(output, group)
+
+
+def _by_token(rows: Tensor, group: int) -> Tensor:
+    """Outputs [Hkv, q * G, dv] -> [q, Hq, dv]."""
+    return rows.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
+
+
+def _spread(found: Tensor, count: int) -> Tensor:
+    """`count` of the first dimension, evenly spaced; all if there are fewer."""
+    return found[stratum_midpoints(len(found), count)] if len(found) > count else found

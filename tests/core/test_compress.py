@@ -647,6 +647,36 @@ def test_a_missing_pass_is_named() -> None:
                 replace(fitting, inputs=replace(fitting.inputs, pass_queries=pass_queries)).compress(14)
 
 
+@pytest.mark.parametrize("p", [0, 7])
+def test_known_outputs_of_pass_queries_are_not_computed_again(p: int) -> None:
+    # Without the key step, whose iterations enlarge the rounding of their target.
+    profile = replace(SMALL["paper"], fit_repetition=4, fit_questions=3, key_step=False)
+    made = layer(profile, 31, p=p)
+    inputs = made.inputs
+    keys, values = (
+        tensor if ancestors is None else torch.cat([ancestors, tensor])
+        for ancestors, tensor in (
+            (inputs.ancestor_keys, inputs.keys),
+            (inputs.ancestor_values, inputs.values),
+        )
+    )
+
+    def output(queries: Tensor) -> Tensor:
+        every_key, every_value = (x.double().repeat_interleave(3, dim=1) for x in (keys, values))
+        weights = (torch.einsum("qhd,shd->hqs", queries.double(), every_key) * inputs.scale).softmax(-1)
+        return torch.einsum("hqs,shv->qhv", weights, every_value).float()
+
+    known = {kind: output(queries) for kind, queries in inputs.pass_queries.items()}
+    expected = made.compress(14)
+    result = replace(made, inputs=replace(inputs, pass_outputs=known)).compress(14)
+    torch.testing.assert_close(result.values, expected.values, rtol=1e-4, atol=1e-4)
+    assert result.error_after == pytest.approx(expected.error_after, rel=1e-4)
+    # They are what is fitted, not decoration.
+    wrong = {kind: -outputs for kind, outputs in known.items()}
+    other = replace(made, inputs=replace(inputs, pass_outputs=wrong)).compress(14)
+    assert (other.values - expected.values).abs().max() > 0.01
+
+
 def test_window_queries_are_causal() -> None:
     """No window query sees a later token: what comes behind a query cannot change its score."""
     profile = replace(SMALL["causal"], n_window=1, value_step=False, key_step=False, pool_kernel=1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from grkv_sglang.core import (
     PassChunk,
     PassResults,
-    passes,
+    attention,
     question_chunks,
     repetition_chunks,
     span_chunks,
@@ -287,10 +287,10 @@ def assert_same(found: PassStatistics, expected: PassStatistics) -> None:
         torch.testing.assert_close(got.double(), tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
-# Query tokens per block are 4 in a group of three, 13 in a group of one.
+# One head at a time, over 31 to 66 keys: 4 to 8 query tokens in a group of three, 12 to 25 in a group of one.
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "ROWS_AT_ONCE", 13)
+    monkeypatch.setattr(attention, "WEIGHTS_AT_ONCE", {"cpu": 800})
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -331,7 +331,7 @@ def test_attention_of_a_chunk(own_keys: bool, group: int, p: int, q: int, n_prom
 @pytest.mark.parametrize("group", [1, 3, 200])
 @pytest.mark.parametrize("own_keys", [True, False])
 def test_attention_of_a_chunk_in_blocks_of_the_usual_size(group: int, own_keys: bool) -> None:
-    q = 70 if group == 3 else 3 if group == 200 else 200  # blocks of 64, one and 192 tokens
+    q = 70 if group == 3 else 3 if group == 200 else 200
     span, own = cached(210, group=group, p=3), own_tokens(q, group=group)
     chunk = tokens(q, own_keys=own_keys, first_position=210 if own_keys else 9, n_prompt=q - 2)
     results = PassResults()
@@ -339,6 +339,81 @@ def test_attention_of_a_chunk_in_blocks_of_the_usual_size(group: int, own_keys: 
     expected, weights = plain(chunk, span, own)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
     assert_same(results.statistics(0), counted(weights[:, q - 2 :], group))
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("p", [0, 5])
+@pytest.mark.parametrize("sampled", [(), (2,), (0, 7, 8, 13), tuple(range(14))])
+def test_outputs_of_sampled_queries_leave_out_the_chunk_itself(
+    group: int, p: int, sampled: tuple[int, ...]
+) -> None:
+    span = cached(31, group=group, p=p)
+    results, expected, queries = PassResults(), [], []
+    for seed in (0, 50):
+        own = own_tokens(14, group=group, seed=seed)
+        chunk = replace(tokens(14, own_keys=True, first_position=31), sampled=sampled)
+        run(results, chunk, span, own)
+        alone = replace(chunk, own_keys=False)  # at position 31 and behind: all of the span is seen
+        expected.append(plain(alone, span, own)[0][list(sampled)])
+        queries.append(own.queries[list(sampled)])
+    outputs = results.outputs(0, 28)
+    assert outputs is not None
+    assert outputs.dtype == torch.float32
+    torch.testing.assert_close(outputs.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results.queries(0, 28), torch.cat(queries), rtol=0, atol=0)
+    if len(sampled) == 4:  # of eight, the middles of three equal parts
+        few = results.outputs(0, 3)
+        assert few is not None
+        torch.testing.assert_close(few, outputs[[1, 4, 6]], rtol=0, atol=0)
+        torch.testing.assert_close(results.queries(0, 3), torch.cat(queries)[[1, 4, 6]], rtol=0, atol=0)
+
+
+def test_there_are_no_outputs_where_a_chunk_does_not_see_the_whole_span() -> None:
+    span, own = cached(31, group=3, p=0), own_tokens(5, group=3)
+    whole = replace(tokens(5, own_keys=True, first_position=31), sampled=(1, 3))
+    for chunk in (replace(whole, attended=((0, 4), (9, 17))), replace(whole, own_keys=False)):
+        results = PassResults()
+        run(results, whole, span, own)
+        run(results, chunk, span, own)
+        assert results.outputs(0, 4) is None
+        assert results.queries(0, 4).shape == (4, 3 * N_KV_HEADS, D)
+
+
+def test_a_query_that_looks_at_nothing_but_its_chunk_has_finite_outputs() -> None:
+    span, own = cached(31, group=1, p=0), own_tokens(3, group=1)
+    own = replace(own, keys=own.queries.unflatten(1, (N_KV_HEADS, 1)).sum(2) * 1e4)
+    results = PassResults()
+    run(results, replace(tokens(3, own_keys=True, first_position=31), sampled=(0, 1, 2)), span, own)
+    outputs = results.outputs(0, 3)
+    assert outputs is not None
+    assert outputs.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "n_rows", "n_keys", "multiple", "expected"),
+    [
+        (3, 12, 50, 3, [(0, 1, 0, 12), (1, 2, 0, 12), (2, 3, 0, 12)]),
+        (3, 12, 30, 3, [(0, 2, 0, 12), (2, 3, 0, 12)]),
+        (2, 12, 5, 3, [(0, 2, 0, 12)]),
+        (2, 12, 130, 3, [(0, 1, 0, 6), (0, 1, 6, 12), (1, 2, 0, 6), (1, 2, 6, 12)]),
+        (1, 7, 130, 1, [(0, 1, 0, 6), (0, 1, 6, 7)]),
+        (1, 6, 5000, 3, [(0, 1, 0, 3), (0, 1, 3, 6)]),  # not less than the rows of one query
+        (2, 0, 50, 3, []),
+        (1, 3, 0, 3, [(0, 1, 0, 3)]),
+    ],
+)
+def test_blocks_cover_heads_and_rows_once(
+    n_heads: int,
+    n_rows: int,
+    n_keys: int,
+    multiple: int,
+    expected: list[tuple[int, int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "WEIGHTS_AT_ONCE", {"cpu": 800})
+    found = attention.blocks(n_heads, n_rows, n_keys, multiple=multiple, device=torch.device("cpu"))
+    assert [(h.start, h.stop, r.start, r.stop) for h, r in found] == expected
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -47,13 +47,20 @@ class PassStatistics:
         """Of no query."""
         return cls(*(torch.zeros(n_kv_heads, n_tokens, device=device) for _ in range(3)))
 
-    def count(self, weights: Tensor, group: int, attended: Sequence[tuple[int, int]] | None = None) -> None:
+    def count(
+        self,
+        weights: Tensor,
+        group: int,
+        attended: Sequence[tuple[int, int]] | None = None,
+        heads: slice = slice(None),
+    ) -> None:
         """Add some more query rows.
 
         Args:
-            weights: [Hkv, N, k] float32, N a multiple of `group`; overwritten.
+            weights: [h, N, k] float32 of the KV heads `heads`, N a multiple of `group`; overwritten.
             group: G.
             attended: ranges of the k tokens that the weights are over; None for all n.
+            heads: which; all of them unless given.
         """
         ones = weights.new_full((weights.shape[0], 1, weights.shape[1]), 1 / group)
         # As products with a row of ones: sums over a dimension that is not the last are slow on a CPU.
@@ -64,9 +71,10 @@ class PassStatistics:
         for low, high in attended if attended is not None else ((0, weights.shape[-1]),):
             here = slice(at, at + high - low)
             at = here.stop
-            self.total[:, low:high] += total[:, here]
-            self.square[:, low:high] += square[:, here]
-            torch.maximum(self.maximum[:, low:high], maximum[:, here], out=self.maximum[:, low:high])
+            self.total[heads, low:high] += total[:, here]
+            self.square[heads, low:high] += square[:, here]
+            largest = self.maximum[heads, low:high]
+            torch.maximum(largest, maximum[:, here], out=largest)
 
 
 @dataclass(frozen=True)
