@@ -28,7 +28,7 @@ from grkv_sglang.core import (
     PassResults,
     QueryPlan,
     WindowAttention,
-    attend_window,
+    attend_probe,
     compress_layer,
     get_profile,
     plan_queries,
@@ -152,10 +152,13 @@ class Span:
 
     def attend_window(self) -> WindowAttention:
         chosen = self.plan.score_window
-        return attend_window(
-            self.queries[chosen.to(self.queries.device)], self.layer.keys, self.layer.values,
-            positions=self.plan.positions[chosen], n_tokens=self.n_tokens, scale=self.scale,
+        window = self.queries[chosen.to(self.queries.device)]
+        attention, _ = attend_probe(
+            window, window[:0], self.layer.keys, self.layer.values, positions=self.plan.positions[chosen],
+            visible=chosen.new_ones(0, self.n_tokens, device=window.device), n_tokens=self.n_tokens,
+            scale=self.scale,
         )  # fmt: skip
+        return attention
 
     def attend_questions(self) -> PassResults:
         results = PassResults()

@@ -41,13 +41,12 @@ from grkv_sglang.core import (
     SpanQuality,
     WindowAttention,
     always_kept_tokens,
-    attend,
-    attend_window,
+    attend_probe,
     compress_layer,
     get_profile,
     get_scorer,
-    group_rows,
     plan_queries,
+    rotate_forward,
 )
 from grkv_sglang.policy.prompts import PassPrompts, longest_prompt, pass_chunks
 
@@ -195,7 +194,7 @@ class Compressor:
             plan = plan_queries(n_candidates, profile, first=source.merged_slots.numel())
         except ValueError as error:
             raise CompressionError("too_short", str(error)) from error
-        probe = _Probe(source, plan)
+        probe = _Probe(source, plan, self._rotary if profile.rerotate else None)
         work = Compression(self, source, profile, plan, new_slots, probe, protected, lora_id)
         if n_slots < n_candidates:
             work.chunks.extend(self._chunks(source, profile))
@@ -301,7 +300,8 @@ class Compressor:
                     if kind in work.results
                     and (outputs := work.results[kind].outputs(layer_id, count)) is not None
                 },
-                window=work.probe.window.get(layer_id),
+                window=work.probe.window[layer_id],
+                held_out=work.probe.held_out[layer_id],
                 layer=layer_id,
                 n_layers=self.num_layers,
             ),
@@ -462,7 +462,10 @@ class _Reader:
 
 def _by_head(buffer: Tensor, slots: Tensor) -> Tensor:
     """[s, Hkv, d] of a pool's buffer [slots, Hkv, d]; head by head in memory, as every product reads it."""
-    return buffer.index_select(0, slots).transpose(0, 1).contiguous().transpose(0, 1)
+    n_kv_heads, dim = buffer.shape[1:]
+    cells = slots * n_kv_heads + torch.arange(n_kv_heads, device=slots.device).unsqueeze(1)
+    by_head = buffer.view(-1, dim).index_select(0, cells.flatten())
+    return by_head.view(n_kv_heads, -1, dim).transpose(0, 1)
 
 
 class _CachedAttention:
@@ -504,44 +507,50 @@ class _CachedAttention:
 
 
 class _Probe(_Reader):
-    """The plan's queries, each at its own position: keeps each layer's queries, and of those that score as
-    the window their attention."""
+    """The plan's queries, each at its own position: keeps each layer's queries, and what of their attention
+    the core would compute again."""
 
-    def __init__(self, source: SpanSource, plan: QueryPlan) -> None:
+    def __init__(self, source: SpanSource, plan: QueryPlan, rotary: RotaryTable | None) -> None:
+        """`rotary`: moves the held-out queries to the span's last position; None where they stay."""
         self.queries: dict[int, tuple[Tensor, float]] = {}
         """Layer id -> queries [m, Hq, d] after RoPE, attention scale."""
         self.window: dict[int, WindowAttention] = {}
-        """Layer id -> attention of the plan's scoring window queries; empty where there are none."""
+        """Layer id -> attention of the plan's scoring window queries."""
+        self.held_out: dict[int, Tensor] = {}
+        """Layer id -> [k, Hq, dv], attention of the held-out queries where they are used."""
         self.slots = source.path_slots
         device = self.slots.device
         self._n_tokens = source.num_candidates
         self._in_window = plan.score_window.to(device)
         self._window_positions = plan.positions[plan.score_window]
-        others = plan.positions[~plan.score_window].to(device)
-        visible = torch.arange(self._n_tokens, device=device)[None, :] <= others[:, None]
+        others = plan.positions[~plan.score_window]
+        visible = torch.arange(self._n_tokens, device=device) <= others.to(device)[:, None]
         before = visible.new_ones(len(others), source.ancestor_slots.numel())
         self._mask = torch.cat([before, visible], dim=1)
+        self._held_out = plan.held_out.to(device)
+        self._to_the_end = self._n_tokens - 1 - plan.positions[plan.held_out]
+        self._rotary = rotary
 
     def attend(
         self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         # A copy: the tensor is a view of the layer's whole QKV projection.
         self.queries[layer.layer_id] = queries.clone(), layer.scaling
+        others = queries[~self._in_window]
+        moved = []
+        if self._rotary is not None:
+            moved.append(rotate_forward(queries[self._held_out].float(), self._to_the_end, self._rotary))
+        self.window[layer.layer_id], of_others = attend_probe(
+            queries[self._in_window], torch.cat([others.float(), *moved]), keys, values,
+            positions=self._window_positions, visible=self._mask, n_tokens=self._n_tokens,
+            scale=layer.scaling,
+        )  # fmt: skip
         output = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
-        if len(self._window_positions):
-            self.window[layer.layer_id] = window = attend_window(
-                queries[self._in_window], keys, values,
-                positions=self._window_positions, n_tokens=self._n_tokens, scale=layer.scaling,
-            )  # fmt: skip
-            output[self._in_window] = window.output.to(output.dtype)
-        if len(self._mask):
-            others = queries[~self._in_window]
-            of_others = attend(
-                group_rows(others.float(), layer.tp_k_head_num),
-                keys.transpose(0, 1).float(), values.transpose(0, 1).float(),
-                scale=layer.scaling, visible=self._mask,
-            ).output.unflatten(1, (len(others), -1))  # fmt: skip
-            output[~self._in_window] = of_others.transpose(0, 1).flatten(1, 2).to(output.dtype)
+        output[self._in_window] = self.window[layer.layer_id].output.to(output.dtype)
+        output[~self._in_window] = of_others[: len(others)].to(output.dtype)
+        self.held_out[layer.layer_id] = (
+            of_others[len(others) :] if moved else of_others[self._held_out[~self._in_window]]
+        )
         return output
 
 

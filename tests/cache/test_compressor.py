@@ -1,4 +1,4 @@
-"""Which forward passes a compression plans beyond its probe."""
+"""What a probe leaves of its queries, and which forward passes a compression plans beyond it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 
-from grkv_sglang.cache.compressor import CHUNK_TOKENS, CompressionError, Compressor, SpanSource
-from grkv_sglang.core import PassChunk, Profile, get_profile, span_chunks
+from grkv_sglang.cache.compressor import CHUNK_TOKENS, CompressionError, Compressor, SpanSource, _Probe
+from grkv_sglang.core import PassChunk, Profile, get_profile, plan_queries, span_chunks
 from grkv_sglang.policy.prompts import PassPrompts, longest_prompt, pass_chunks
+from tests.core.reference import naive_attention, random, rotary_table, rotated
 
 PROMPTS = PassPrompts(repeat_first=(1, 2, 3), repeat_cue=(4,), answer=(5, 6), questions=(7, 8, 9, 10))
 BEHIND = longest_prompt(PROMPTS)
@@ -104,3 +106,36 @@ def test_merged_spans():
     with pytest.raises(CompressionError, match="merged spans") as failure:
         chunks(with_scorer("h2o"), span=span)
     assert failure.value.reason == "unsupported"
+
+
+@pytest.mark.parametrize("moves", [True, False])
+@pytest.mark.parametrize(("scorer", "fit_window"), [("snapkv", 8), ("kvzip", 0)])
+def test_a_probe_keeps_what_the_core_would_compute_again(moves: bool, scorer: str, fit_window: int):
+    """Window and held-out queries, and the output of every query at its own position."""
+    profile = replace(
+        with_scorer(scorer), fit_window=fit_window, fit_strata=3, n_held_out=4, window_tokens=8, n_window=8
+    )
+    span, plan = source(), plan_queries(N, profile)
+    rotary = rotary_table(16, is_neox=True, n_positions=N)
+    n_queries, n_kv_heads, group = len(plan.positions), 2, 3
+    layer = RadixAttention(n_kv_heads * group, 16, 0.3, n_kv_heads, layer_id=7)
+    raw = random(n_queries, n_kv_heads * group, 16, seed=1, scale=2.0)
+    queries = rotated(raw, plan.positions, 16, is_neox=True).float()
+    keys, values = (random(START + N, n_kv_heads, 16, seed=seed).float() for seed in (2, 3))
+    probe = _Probe(span, plan, rotary if moves else None)
+    unused = torch.zeros(n_queries, n_kv_heads, 16)
+    output = probe.attend(layer, queries, unused, unused, keys, values)
+
+    own = [START + at for at in plan.positions.tolist()]
+    expected, _ = naive_attention(queries, keys, values, scale=0.3, last_seen=own)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+    stored, scale = probe.queries[7]
+    assert torch.equal(stored, queries)
+    assert scale == 0.3
+    torch.testing.assert_close(probe.window[7].output, output[plan.score_window], rtol=0, atol=0)
+    assert bool(plan.score_window.any()) == (scorer == "snapkv")
+    held_out = expected[plan.held_out]
+    if moves:
+        at_end = rotated(raw[plan.held_out], torch.full((4,), N - 1), 16, is_neox=True)
+        held_out, _ = naive_attention(at_end, keys, values, scale=0.3)
+    torch.testing.assert_close(probe.held_out[7].double(), held_out, rtol=1e-4, atol=1e-4)

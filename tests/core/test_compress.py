@@ -28,7 +28,8 @@ from grkv_sglang.core import (
     ScoringContext,
     SpanQuality,
     WindowAttention,
-    attend_window,
+    attend_probe,
+    attention,
     compress_layer,
     get_profile,
     plan_queries,
@@ -424,9 +425,16 @@ def test_what_a_probe_knows_of_the_window_changes_nothing(name: str, p: int) -> 
     keys, values = inputs.keys, inputs.values
     if ancestors is not None:
         keys, values = torch.cat((ancestors[0], keys)), torch.cat((ancestors[1], values))
-    known = attend_window(
-        inputs.queries[plan.score_window], keys, values,
+    last = torch.full((int(plan.held_out.sum()),), 40, dtype=torch.int64)
+    held_out = inputs.queries[plan.held_out]
+    if made.profile.rerotate:
+        held_out = rotated(made.raw[plan.held_out], last, 8, is_neox=True).float()
+    known, of_held_out = attend_probe(
+        inputs.queries[plan.score_window], held_out, keys, values,
         positions=plan.positions[plan.score_window], n_tokens=len(inputs.keys), scale=inputs.scale,
+        visible=torch.ones(0, p + 41, dtype=torch.bool)
+        if made.profile.rerotate
+        else torch.arange(-p, 41) <= plan.positions[plan.held_out][:, None],
     )  # fmt: skip
     output, weights = naive_attention(
         inputs.queries[plan.score_window].double(),
@@ -440,8 +448,10 @@ def test_what_a_probe_knows_of_the_window_changes_nothing(name: str, p: int) -> 
     expected = weights[:, :, p:].view(m, 2, -1, 41).mean(dim=(0, 2))
     torch.testing.assert_close(known.mean.double(), expected, rtol=1e-4, atol=1e-7)
     plain = made.compress(20)
-    told = replace(made, inputs=replace(inputs, window=known)).compress(20)
+    told = replace(made, inputs=replace(inputs, window=known, held_out=of_held_out)).compress(20)
     assert torch.equal(told.kept, plain.kept)
+    assert told.reference == pytest.approx(plain.reference, rel=1e-5)
+    assert told.error_before == pytest.approx(plain.error_before, rel=1e-4)
     torch.testing.assert_close(told.values, plain.values, rtol=1e-4, atol=1e-5)
     # On so few queries the key step makes percents of a key out of a target's last bit, unless many fit it.
     loose = name in ("paper", "mixture")
@@ -457,6 +467,36 @@ def test_attention_of_another_window_is_refused() -> None:
     known = WindowAttention(torch.zeros(2, 40), torch.zeros(5, 6, 8))
     with pytest.raises(ValueError, match=r"got \[2, 40\]"):
         replace(made, inputs=replace(made.inputs, window=known)).compress(20)
+    count = int(made.plan.held_out.sum())
+    with pytest.raises(ValueError, match=rf"held-out queries \[{count}, 6, dv\], got \[{count + 1}, 6, 8\]"):
+        replace(made, inputs=replace(made.inputs, held_out=torch.zeros(count + 1, 6, 8))).compress(20)
+
+
+@pytest.mark.parametrize("at_once", [1, 150, 400, 2**21])
+@pytest.mark.parametrize(("n_kv_heads", "group"), [(1, 1), (1, 4), (3, 3)])
+@pytest.mark.parametrize(("m", "j", "k"), [(5, 3, 6), (0, 2, 2), (5, 0, 3), (5, 2, 2), (4, 0, 0), (0, 0, 1)])
+def test_attention_of_a_probe(
+    at_once: int, n_kv_heads: int, group: int, m: int, j: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "WEIGHTS_AT_ONCE", {"cpu": at_once})
+    p, n = 4, 23
+    window, others = (random(c, n_kv_heads * group, 8, seed=c + i) for i, c in enumerate((m, k)))
+    keys, values = random(p + n, n_kv_heads, 8, seed=5), random(p + n, n_kv_heads, 6, seed=6)
+    positions = torch.tensor([9, 15, 20, 21, 22])[5 - m :]
+    seen = torch.tensor([11, 0, 22])[:j]
+    found, of_others = attend_probe(
+        window, others, keys, values,
+        positions=positions, visible=torch.arange(-p, n) <= seen[:, None], n_tokens=n, scale=0.4,
+    )  # fmt: skip
+    last = [p + at for at in positions.tolist()]
+    output, weights = naive_attention(window, keys, values, scale=0.4, last_seen=last)
+    torch.testing.assert_close(found.output.double(), output, rtol=1e-4, atol=1e-5)
+    if m:
+        mean = weights[:, :, p:].unflatten(1, (n_kv_heads, group)).mean(dim=(0, 2))
+        torch.testing.assert_close(found.mean.double(), mean, rtol=1e-4, atol=1e-7)
+    last = [p + at for at in seen.tolist()] + [p + n - 1] * (k - j)
+    output, _ = naive_attention(others, keys, values, scale=0.4, last_seen=last)
+    torch.testing.assert_close(of_others.double(), output, rtol=1e-4, atol=1e-5)
 
 
 RIDGE = {
