@@ -156,6 +156,14 @@ ATTENTION_SYMBOLS: dict[str, tuple[HostSymbol, ...]] = {
             ("self", "forward_batch"),
             "attention.torch_backend: override, super",
         ),
+        *(
+            HostSymbol(
+                f"{_TORCH}.{name}",
+                ("self", "q", "k", "v", "layer", "forward_batch"),
+                "attention.torch_backend: override, super",
+            )
+            for name in ("forward_extend", "forward_decode")
+        ),
         HostSymbol(
             f"{_TORCH}._run_sdpa_forward_extend",
             (

@@ -9,6 +9,7 @@ SGLang would have returned.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from grkv_sglang import contract
@@ -62,13 +63,17 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     from grkv_sglang.config import load_config
     from grkv_sglang.policy.acceptance import with_possible_spans
     from grkv_sglang.policy.prompts import pass_prompts
-    from grkv_sglang.refusals import check_server
+    from grkv_sglang.refusals import check_server, per_head_refusal
 
     config = load_config()
     row_gaps = check_server(ctx)
-    tokenizer = ctx.tp_worker.tokenizer
+    tokenizer, runner = ctx.tp_worker.tokenizer, ctx.tp_worker.model_runner
     compressor = Compressor(
-        ctx.tp_worker.model_runner, None if tokenizer is None else pass_prompts(tokenizer)
+        runner,
+        None if tokenizer is None else pass_prompts(tokenizer),
+        per_head_refusal(
+            runner.prefill_attention_backend_str, runner.decode_attention_backend_str, ctx.tp_size
+        ),
     )
     profile = compressor.check_profile(config.profile)
     always_kept = profile.n_window + profile.sinks
@@ -164,7 +169,27 @@ def _validate_options(tokenized: Any, manager: Any, *args: Any, **kwargs: Any) -
     if getattr(tokenized, "session_params", None) is not None:
         raise ValueError("custom_params.grkv is not served together with session_params")
     token_ids = list(tokenized.input_ids or [])
-    params.custom_params = {**custom, OPTIONS_KEY: resolve_options(custom, token_ids, manager.tokenizer)}
+    options = resolve_options(custom, token_ids, manager.tokenizer)
+    _check_per_head(options, manager.server_args)
+    params.custom_params = {**custom, OPTIONS_KEY: options}
+
+
+def _check_per_head(options: Mapping[str, Any], server_args: Any) -> None:
+    """Raise OptionsError where a request asks for budgets per head of a server that cannot hold them."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    from grkv_sglang.policy.options import OptionsError, asks_per_head
+    from grkv_sglang.refusals import per_head_refusal
+
+    asked = asks_per_head(options)
+    if asked is None:
+        return
+    arguments = resolved_view(server_args)
+    prefill, decode = attention_backends_of(arguments)
+    refusal = per_head_refusal(prefill, decode, arguments.tp_size)
+    if refusal is not None:
+        raise OptionsError(f"custom_params.grkv: {asked} {refusal}")
 
 
 def _is_request_level(original: Any, streamer: Any, key: str) -> bool:

@@ -190,6 +190,23 @@ def attention_problems(prefill: str, decode: str, device: str, cuda_graphs: bool
     return problems
 
 
+def per_head_refusal(prefill: str, decode: str, tp_size: int) -> str | None:
+    """Why a server with these resolved attention backends refuses what makes spans whose heads keep different
+    numbers of tokens, with the way out; to be read behind what is refused. None where it serves them."""
+    problems = [
+        f"{backend} reads the same slots for every head: set --attention-backend {TORCH_ATTENTION}"
+        for backend in sorted({prefill, decode} - {TORCH_ATTENTION})
+    ]
+    if tp_size > 1:
+        problems.append("each tensor-parallel rank would share out its own heads' budget: set --tp-size 1")
+    if not problems:
+        return None
+    return (
+        "lets KV heads keep different numbers of tokens, which this server does not hold "
+        f"({'; '.join(problems)}), or use another profile: 'default' or 'best'"
+    )
+
+
 def check_server(ctx: TreeCacheBuildContext) -> RowGaps:
     """Refuse what is not served; return the gaps that both attention backends read.
 

@@ -13,6 +13,9 @@ Attention reads ``row[gap:seq_len]``, that is ``seq_len - gap`` keys. The last q
 key, so causal alignment holds; attention over a prefix does not depend on the order of its slots, so
 several spans on one path need one gap only. Keys were stored after RoPE at their true positions, and
 later tokens get their true positions, so nothing else changes.
+
+Where heads of a span keep different numbers of tokens, its slots hold other tokens for each head: `ragged`
+draws that, and the row's regions of such slots stand beside its gap.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from grkv_sglang.attention.ragged import RaggedRegion
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
@@ -51,17 +56,26 @@ class RowGaps:
 
     The host's copy is for plans that are made on the host; it is written together with the device's, on
     the scheduler's thread, and never read back from the device.
+
+    Regions of slots whose heads hold tokens of their own are noted on the host alone, for the rows that have
+    any.
     """
 
     def __init__(self, num_rows: int, device: torch.device | str) -> None:
         self.tensor = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.host = torch.zeros(num_rows, dtype=torch.int64)
+        self._regions: dict[int, tuple[RaggedRegion, ...]] = {}
 
-    def set(self, row: int, gap_tokens: int) -> None:
+    def set(self, row: int, gap_tokens: int, regions: tuple[RaggedRegion, ...] = ()) -> None:
+        """What a row that was just written reads: from `gap_tokens` on, with `regions`, which ascend."""
         if row == 0:
             raise ValueError("row 0 is the padding row; its gap stays 0")
         if gap_tokens < 0:
             raise ValueError(f"a gap is a number of tokens >= 0, got {gap_tokens}")
+        if regions:
+            self._regions[row] = regions
+        else:
+            self._regions.pop(row, None)
         if int(self.host[row]) == gap_tokens:
             return  # no kernel launch for a request without a gap
         self.host[row] = gap_tokens
@@ -70,6 +84,10 @@ class RowGaps:
     def of(self, rows: Tensor) -> Tensor:
         """Gaps of the given rows, [batch] int64 on the pool's device."""
         return self.tensor[rows]
+
+    def regions_of(self, row: int) -> tuple[RaggedRegion, ...]:
+        """Where the row's slots hold other tokens for each head, by column; nowhere in general."""
+        return self._regions.get(row, ())
 
     def read_range(self, rows: Tensor, logical_lens: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads of each row's first `logical_lens` columns.
@@ -106,6 +124,7 @@ class RowGaps:
     def clear(self) -> None:
         self.tensor.zero_()
         self.host.zero_()
+        self._regions.clear()
 
 
 def attach_row_gaps(req_to_token_pool: ReqToTokenPool, device: torch.device | str) -> RowGaps:

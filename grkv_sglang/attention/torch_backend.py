@@ -6,20 +6,25 @@ whose `forward_extend` / `forward_decode` (KV write, head layout) are inherited.
 - keys and values are ``row[gap:seq_len]`` instead of ``row[:seq_len]`` (see `rows`);
 - an extend computes only the rows of its new tokens. The stock backend pads the query to the whole
   sequence and throws the prefix's rows away, which costs a full prefill's attention on every cache hit.
+
+Where a span's heads hold tokens of their own (see `ragged`), each KV head attends by itself, over its cells
+of the span and its part of all other slots.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from grkv_sglang.attention.ragged import RaggedRegion, ordinary_ranges, unpack_heads
 from grkv_sglang.attention.rows import attach_row_gaps
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -38,10 +43,25 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             )
         self.row_gaps = attach_row_gaps(self.req_to_token_pool, self.device)
         self._batch_gaps: list[int] = []
+        self._layer_id = 0
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         self._batch_gaps = self.row_gaps.of(forward_batch.req_pool_indices).tolist()
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._layer_id = layer.layer_id
+        output: Tensor = super().forward_extend(q, k, v, layer, *args, **kwargs)
+        return output
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        self._layer_id = layer.layer_id
+        output: Tensor = super().forward_decode(q, k, v, layer, *args, **kwargs)
+        return output
 
     def _run_sdpa_forward_extend(
         self,
@@ -77,11 +97,10 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             strict=True,
         )
         for row, seq_len, num_new, gap in batch:
-            slots = req_to_token[row, gap:seq_len]
-            keys = _gathered(k_cache, slots, query.dtype)
-            values = _gathered(v_cache, slots, query.dtype)
             end = start + num_new
-            output[start:end] = causal_attention(query[start:end], keys, values, scaling)
+            output[start:end] = self._attend_row(
+                query[start:end], k_cache, v_cache, req_to_token[row, :seq_len], row, gap, scaling
+            )
             start = end
         return output
 
@@ -105,11 +124,41 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         self._refuse(encoder_lens, is_cross_attn, sliding_window_size)
         batch = zip(req_pool_indices.tolist(), seq_lens.tolist(), self._batch_gaps, strict=True)
         for i, (row, seq_len, gap) in enumerate(batch):
-            slots = req_to_token[row, gap:seq_len]
+            output[i : i + 1] = self._attend_row(
+                query[i : i + 1], k_cache, v_cache, req_to_token[row, :seq_len], row, gap, scaling
+            )
+        return output
+
+    def _attend_row(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        columns: Tensor,
+        row: int,
+        gap: int,
+        scaling: float | None,
+    ) -> Tensor:
+        """The last tokens of one request, [q, heads, dim], over what its row's `columns` hold from the gap
+        on."""
+        regions = self.row_gaps.regions_of(row)
+        if not regions:
+            slots = columns[gap:]
             keys = _gathered(k_cache, slots, query.dtype)
             values = _gathered(v_cache, slots, query.dtype)
-            output[i : i + 1] = causal_attention(query[i : i + 1], keys, values, scaling)
-        return output
+            return causal_attention(query, keys, values, scaling)
+        keys_of, values_of = (
+            _gathered_by_head(cache, columns, gap, regions, self._layer_id, query.dtype)
+            for cache in (k_cache, v_cache)
+        )
+        by_kv_head = query.chunk(len(keys_of), dim=1)
+        return torch.cat(
+            [
+                causal_attention(q, k.unsqueeze(1), v.unsqueeze(1), scaling)
+                for q, k, v in zip(by_kv_head, keys_of, values_of, strict=True)
+            ],
+            dim=1,
+        )
 
     @staticmethod
     def _refuse(encoder_lens: Tensor | None, is_cross_attn: bool, sliding_window_size: int | None) -> None:
@@ -158,3 +207,28 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float
 def _gathered(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     # Nine times faster than indexing on a CPU. A KV pool may hold another dtype than the model computes in.
     return cache.index_select(0, slots).to(dtype)
+
+
+def _gathered_by_head(
+    cache: Tensor,
+    columns: Tensor,
+    gap: int,
+    regions: tuple[RaggedRegion, ...],
+    layer_id: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """What each KV head holds of a row, [n_h, dim]: its cells of the regions, then its part of the other
+    slots, the newest last. All of a region lies before the tokens that causality concerns."""
+    ranges = ordinary_ranges(gap, columns.numel(), regions)
+    ordinary = _gathered(cache, torch.cat([columns[first:end] for first, end in ranges]), dtype)
+    cells = [
+        unpack_heads(
+            _gathered(cache, columns[region.first_column : region.end_column], dtype),
+            region.counts[layer_id],
+        )
+        for region in regions
+    ]
+    return [
+        torch.cat([*(by_head[head] for by_head in cells), ordinary[:, head]])
+        for head in range(cache.shape[1])
+    ]

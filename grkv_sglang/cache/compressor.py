@@ -27,6 +27,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
+from grkv_sglang.attention.ragged import pack_heads
 from grkv_sglang.cache.span import SpanOrigin
 from grkv_sglang.core import (
     CUE_TOKENS,
@@ -120,10 +121,17 @@ class SpanSource:
 class Compressor:
     """Turns a SpanSource into compressed KV. Holds what it needs to know of the model; no request state."""
 
-    def __init__(self, model_runner: ModelRunner, prompts: PassPrompts | None = None) -> None:
-        """`prompts`: what passes put behind a span; None where the server has no tokenizer."""
+    def __init__(
+        self,
+        model_runner: ModelRunner,
+        prompts: PassPrompts | None = None,
+        per_head_refusal: str | None = None,
+    ) -> None:
+        """`prompts`: what passes put behind a span; None where the server has no tokenizer.
+        `per_head_refusal`: why the server does not hold budgets per head; None where it does."""
         self._runner = model_runner
         self._prompts = prompts
+        self._per_head_refusal = per_head_refusal
         self._pool = model_runner.token_to_kv_pool
         self._rotary = _find_rotary(model_runner.model)
         self._output_projections = _find_output_projections(model_runner.model)
@@ -131,6 +139,11 @@ class Compressor:
     @property
     def num_layers(self) -> int:
         return int(self._runner.model_config.num_hidden_layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of this rank."""
+        return int(self._pool.get_key_buffer(0).shape[1])
 
     def check_profile(self, name: str) -> Profile:
         """The profile, if this model can be compressed with it. Raises ValueError saying why not."""
@@ -140,13 +153,13 @@ class Compressor:
                 f"profile {name!r} re-rotates queries, but the model has no single RoPE table; "
                 "serve it without --radix-cache-backend grkv"
             )
-        storage = get_scorer(profile.scorer).storage
-        if storage != "even":
+        if profile.storage == "per_layer":
             raise ValueError(
-                f"profile {name!r} selects with {profile.scorer!r}, whose budgets are {storage}: the server "
-                "holds the same number of tokens for every KV head of every layer; use profile 'default' or "
-                "'best'"
+                f"profile {name!r} selects with {profile.scorer!r}, whose budgets differ between layers: a "
+                "slot exists in every layer; use profile 'default' or 'best'"
             )
+        if profile.storage == "per_head" and self._per_head_refusal is not None:
+            raise ValueError(f"profile {name!r} {self._per_head_refusal}")
         if profile.passes - {"span"} and self._prompts is None:
             raise ValueError(
                 f"profile {name!r} puts requests behind the prefix, which takes a tokenizer "
@@ -265,8 +278,21 @@ class Compressor:
             for buffers in (self._pool.get_key_buffer, self._pool.get_value_buffer):
                 for layer_id in range(self.num_layers):
                     copy_slots(buffers(layer_id), source.candidates, new_slots)
-        elapsed = time.perf_counter() - started
-        return SpanOrigin("copy", 1.0, 0.0, 0.0, forced=True, copy_s=elapsed, compress_s=elapsed)
+        return _copied(started)
+
+    @torch.no_grad()
+    def copy_packed(self, source: SpanSource, new_slots: Tensor) -> tuple[SpanOrigin, Tensor]:
+        """The same, stored head by head as a span with budgets per head is; its counts [layers, Hkv]."""
+        if self._per_head_refusal is not None:
+            raise CompressionError("unsupported", f"forced='packed' {self._per_head_refusal}")
+        started = time.perf_counter()
+        counts = torch.full((self.num_layers, self.num_kv_heads), source.num_candidates)
+        with self.on_forward_stream():
+            for buffers in (self._pool.get_key_buffer, self._pool.get_value_buffer):
+                for layer_id in range(self.num_layers):
+                    rows = buffers(layer_id).index_select(0, source.candidates)
+                    write_slots(buffers(layer_id), new_slots, pack_heads(rows, counts[layer_id]))
+        return _copied(started), counts
 
     def compress_layer(self, work: Compression, layer_id: int) -> LayerResult:
         """Compress one layer of `work` and write it to the pool.
@@ -315,8 +341,13 @@ class Compressor:
         if not (torch.isfinite(result.keys).all() and torch.isfinite(result.values).all()):
             raise CompressionError("non_finite", f"layer {layer_id} gave a non-finite key or value")
         started = time.perf_counter()
-        write_slots(keys, work.new_slots, result.keys)
-        write_slots(values, work.new_slots, result.values)
+        new_keys, new_values = result.keys, result.values
+        if work.counts is not None:
+            held = (result.kept >= 0).sum(dim=-1).cpu()
+            new_keys, new_values = (pack_heads(rows, held) for rows in (new_keys, new_values))
+            work.counts[layer_id] = held
+        write_slots(keys, work.new_slots, new_keys)
+        write_slots(values, work.new_slots, new_values)
         work.copy_s += time.perf_counter() - started
         return result
 
@@ -397,6 +428,10 @@ class Compression:
         self.results: defaultdict[PassKind, PassResults] = defaultdict(PassResults)
         """Of the passes that were begun: none where all tokens are kept."""
         self.quality = SpanQuality()
+        self.counts: Tensor | None = None
+        """[layers, Hkv] int64 on the host, how many tokens each head keeps; None where all keep as many."""
+        if profile.storage == "per_head" and new_slots.numel() < source.num_candidates:
+            self.counts = torch.zeros(compressor.num_layers, compressor.num_kv_heads, dtype=torch.int64)
         self.layers_done = 0
         self.copy_s = 0.0
         self._compressor = compressor
@@ -444,6 +479,11 @@ class Compression:
             copy_s=self.copy_s,
             compress_s=total_s,
         )
+
+
+def _copied(started: float) -> SpanOrigin:
+    elapsed = time.perf_counter() - started
+    return SpanOrigin("copy", 1.0, 0.0, 0.0, forced=True, copy_s=elapsed, compress_s=elapsed)
 
 
 class _Reader:

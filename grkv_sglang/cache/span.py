@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from torch import Tensor
 
+from grkv_sglang.attention.ragged import RaggedRegion
 from grkv_sglang.attention.rows import prefix_row
 
 
@@ -72,12 +73,15 @@ class SpanNode(TreeNode):  # type: ignore[misc]
         start_tokens: int,
         origin: SpanOrigin,
         priority: int,
+        counts: Tensor | None = None,
     ) -> None:
+        """`counts` [layers, Hkv] int64 on the host: how many tokens each head keeps, where that differs."""
         super().__init__(priority=priority)
         self.parent = parent
         self.key = key
         self.value = prefix_row(slots.long(), len(key))
         self.num_slots = slots.numel()
+        self.counts = counts
         self.start_tokens = start_tokens
         self.origin = origin
         self.hits = 0
@@ -131,10 +135,22 @@ class PathFacts:
     span_slots: int = 0
     last_span_end: int = 0
     spans: list[SpanNode] = field(default_factory=list)
+    """Last to first."""
+    ragged: list[tuple[int, int, Tensor]] = field(default_factory=list)
+    """Of the spans with budgets per head, last to first: slots from its first one to the path's end, its own
+    slots, its counts."""
 
     @property
     def gap(self) -> int:
         return self.span_tokens - self.span_slots
+
+    @property
+    def regions(self) -> tuple[RaggedRegion, ...]:
+        """The columns of a row for this path whose slots hold other tokens for each head."""
+        return tuple(
+            RaggedRegion(self.logical_tokens - behind, size, counts)
+            for behind, size, counts in reversed(self.ragged)
+        )
 
 
 def path_facts(node: TreeNode) -> PathFacts:
@@ -147,6 +163,9 @@ def path_facts(node: TreeNode) -> PathFacts:
             facts.span_slots += node.num_slots
             facts.last_span_end = max(facts.last_span_end, node.end_tokens)
             facts.spans.append(node)
+            if node.counts is not None:
+                behind = facts.logical_tokens - facts.gap
+                facts.ragged.append((behind, node.num_slots, node.counts))
         node = node.parent
     return facts
 

@@ -226,8 +226,9 @@ class SpanTree(RadixCache):  # type: ignore[misc]
 
     def maybe_hand_to_session(self, req: Req) -> None:
         """Called by ``allocation.py: alloc_for_extend`` for every request right after its row is written:
-        the one place where a row's gap is set."""
-        self.row_gaps.set(req.kv.req_pool_idx, path_facts(req.last_node).gap)
+        the one place where a row's gap is set, and where its slots hold other tokens for each head."""
+        facts = path_facts(req.last_node)
+        self.row_gaps.set(req.kv.req_pool_idx, facts.gap, facts.regions)
 
     # -- insertion ---------------------------------------------------------------------------------
 
@@ -291,10 +292,12 @@ class SpanTree(RadixCache):  # type: ignore[misc]
         start_tokens: int,
         origin: SpanOrigin,
         replaces: Sequence[SpanNode] = (),
+        counts: Tensor | None = None,
     ) -> SpanNode:
         """Hang a finished span under `parent`; the tree takes over `slots` ([c] int64). `replaces` are older
-        spans that it took in: they go first under pressure."""
-        span = SpanNode(parent, key, slots, start_tokens, origin, parent.priority if parent.parent else 0)
+        spans that it took in: they go first under pressure. `counts`: see `SpanNode`."""
+        priority = parent.priority if parent.parent else 0
+        span = SpanNode(parent, key, slots, start_tokens, origin, priority, counts)
         parent.children[span.child_key] = span
         self._spans_at.setdefault(parent.id, []).append(span)
         self.evictable_size_ += span.num_slots

@@ -77,6 +77,8 @@ class _InFlight:
     """The current span in the making; None where its contents need no layers."""
     origin: SpanOrigin | None = None
     """Of a span whose contents need no layers."""
+    counts: Tensor | None = None
+    """Of such a span, where its heads hold tokens of their own."""
     layers_left: int | None = None
     """Of the current span; None before it is begun."""
     failure: CompressionError | None = None
@@ -192,6 +194,11 @@ class CompressionWork:
         if shared_end is not None:
             return self._open(replace(job, token_ids=job.token_ids[:shared_end]))
         facts = path_facts(node)
+        if facts.ragged:
+            # A probe gathers what lies before it slot by slot, the same slots for every head.
+            self._counters.compressions_skipped["behind_per_head"] += 1
+            self._cool(job)
+            return None
         exact_start = facts.last_span_end
         if exact_start == len(key):  # by spans that the acceptance of this job does not take
             self._counters.compressions_skipped["exists"] += 1
@@ -335,7 +342,7 @@ class CompressionWork:
         job = flight.job
         n_tokens = end - start
         if job.forced is not None:
-            n_slots = n_tokens if job.forced == "all" else 0
+            n_slots = 0 if job.forced == "none" else n_tokens
         else:
             protected = ranges.size(ranges.within(job.protected, start, end))
             n_slots = job.budget.slots(n_tokens, self._tree.page_size, protected)
@@ -355,6 +362,8 @@ class CompressionWork:
             flight.origin = SpanOrigin("copy", 1.0, 0.0, 0.0, forced=True)
         elif job.forced == "all":
             flight.origin = self._compressor.copy(source, flight.new_slots)
+        elif job.forced == "packed":
+            flight.origin, flight.counts = self._compressor.copy_packed(source, flight.new_slots)
         else:
             profile = self._compressor.check_profile(job.profile)
             flight.work = self._compressor.start(source, profile, flight.new_slots, job.lora_id)
@@ -384,8 +393,9 @@ class CompressionWork:
 
     def _finish(self, flight: _InFlight, start: int, end: int) -> None:
         """Hang the span into the tree."""
-        origin, new_slots = flight.origin, flight.new_slots
+        origin, new_slots, counts = flight.origin, flight.new_slots, flight.counts
         if flight.work is not None:
+            counts = flight.work.counts
             quality = SpanQuality()
             quality.add_sums(*self._ranks.sum(flight.work.quality.sums))  # over the heads of all ranks
             origin = flight.work.origin(quality)
@@ -409,7 +419,7 @@ class CompressionWork:
             self._end(flight)
             return
         span = self._tree.add_span(
-            flight.parent, flight.key[start:end], new_slots, start, origin, flight.merged
+            flight.parent, flight.key[start:end], new_slots, start, origin, flight.merged, counts
         )
         self._counters.compressions_done += 1
         self._counters.spans_made[flight.job.reason] += 1
@@ -420,7 +430,7 @@ class CompressionWork:
             origin.profile, origin.quality, origin.error_before, origin.error_after,
         )  # fmt: skip
         flight.made.append(span)
-        flight.new_slots = flight.work = flight.origin = flight.layers_left = None
+        flight.new_slots = flight.work = flight.origin = flight.counts = flight.layers_left = None
         self._follow(flight, span)
 
     def _follow(self, flight: _InFlight, span: SpanNode) -> None:

@@ -1,7 +1,8 @@
 """Named settings of one compression: which queries, which selection, how much regression.
 
 `paper` and `release` are the two published settings of GRKV (arXiv 2605.31105): the text of the
-paper and the code published with it. `default`, `best` and `copy` are this project's own.
+paper and the code published with it. `default`, `best` and `copy` are this project's own. Where a name ends
+with `per_head`, the heads of a layer share one budget.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
-from grkv_sglang.core.selection import PassKind, get_scorer
+from grkv_sglang.core.selection import PassKind, Storage, get_scorer
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,11 @@ class Profile:
         return self.value_step or self.key_step
 
     @property
+    def storage(self) -> Storage:
+        """Which budgets its selection uses."""
+        return get_scorer(self.scorer).storage
+
+    @property
     def passes(self) -> frozenset[PassKind]:
         """The passes beyond the probe that a compression needs."""
         return get_scorer(self.scorer).passes | frozenset(self.fitted_of_passes)
@@ -183,8 +189,8 @@ _PAPER = Profile(
     guard=False,
 )
 
-# Even budgets only: every KV head keeps the same number of tokens (the published code also has a
-# ragged variant, whose heads share one budget). beta is Llama's; Mistral uses 0.
+# Even budgets: every KV head keeps the same number of tokens. The published code also has a variant whose
+# heads share one budget: `release_per_head`. beta is Llama's; Mistral uses 0.
 _RELEASE = Profile(
     name="release",
     scorer="criticalkv",
@@ -245,7 +251,15 @@ _BEST = replace(
 # `default`'s selection with the selected tokens stored as they are.
 _COPY = replace(_DEFAULT, name="copy", value_step=False, key_step=False)
 
-_PROFILES = {profile.name: profile for profile in (_DEFAULT, _BEST, _PAPER, _RELEASE, _COPY)}
+# The heads of a layer share one budget: what holds the largest shares of their attention stays, whichever
+# head's it is.
+_PER_HEAD = replace(_DEFAULT, name="per_head", scorer=f"per_head:{_DEFAULT.scorer}")
+_RELEASE_PER_HEAD = replace(_RELEASE, name="release_per_head", scorer="critical_adakv")
+
+_PROFILES = {
+    profile.name: profile
+    for profile in (_DEFAULT, _BEST, _PAPER, _RELEASE, _COPY, _PER_HEAD, _RELEASE_PER_HEAD)
+}
 
 
 def profile_names() -> tuple[str, ...]:

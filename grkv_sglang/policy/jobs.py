@@ -36,7 +36,7 @@ class CompressionJob:
     reason: Trigger
     budget: Budget
     profile: str
-    forced: Literal["all", "none"] | None = None
+    forced: Literal["all", "none", "packed"] | None = None
     protected: Ranges = ()
     """Positions of the prompt that are kept as they are."""
     exact_tokens: int = 0

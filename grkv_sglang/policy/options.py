@@ -5,6 +5,7 @@ Flat because SGLang 0.5.23's IPC carries custom parameters as scalars one level 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -51,8 +52,10 @@ class RequestOptions(BaseModel):
     ttl_s: float | None = Field(
         None, gt=0.0, description="Drop the span of this prefix once it was unused for so many seconds."
     )
-    forced: Literal["all", "none"] | None = Field(
-        None, description="Test only: a span that keeps every token, or none."
+    forced: Literal["all", "none", "packed"] | None = Field(
+        None,
+        description="Test only: a span that keeps every token, or none; `packed` keeps every token, stored "
+        "as with budgets per head.",
     )
 
     @field_validator("protected")
@@ -130,3 +133,13 @@ def check_options(options: RequestOptions, config: GrkvConfig, *, prompt_tokens:
             get_profile(options.profile)
         except ValueError as error:
             raise OptionsError(f"custom_params.grkv: profile: {error}") from error
+
+
+def asks_per_head(options: Mapping[str, Any]) -> str | None:
+    """What of checked options makes a span whose KV heads keep different numbers of tokens; None: nothing."""
+    from grkv_sglang.core import get_profile
+
+    if options.get("forced") == "packed":
+        return "forced='packed'"
+    name = options.get("profile")
+    return f"profile {name!r}" if name is not None and get_profile(name).storage == "per_head" else None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
+from grkv_sglang.attention.ragged import RaggedRegion
 from grkv_sglang.attention.rows import prefix_row
 from grkv_sglang.attention.torch_backend import QUERY_BLOCK_TOKENS, GrkvTorchAttnBackend, causal_attention
 
@@ -149,6 +152,111 @@ def test_without_gaps_it_is_the_stock_backend():
         for b in (ours, stock)
     ]
     torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-5)
+
+
+def heads_of(rng, num_slots, kv_heads):
+    """How many cells each head has of `num_slots` slots; one head may have none."""
+    counts = [0] * kv_heads
+    for _ in range(num_slots * kv_heads):
+        counts[rng.choice(range(kv_heads) if kv_heads == 1 or rng.random() < 0.5 else [0])] += 1
+    return counts
+
+
+class RaggedRow:
+    """A request whose prefix is exact tokens, even spans and spans with budgets per head, in any order."""
+
+    def __init__(self, rng, free, parts, gap, new, n_layers, kv_heads):
+        """`parts`: ("even", slots) or ("ragged", slots); the tokens of a request that follow are even."""
+        self.columns, self.regions, self.gap, self.new = [0] * gap, [], gap, new
+        self.held: list[list[list[tuple[int, int]]]] = [
+            [[] for _ in range(kv_heads)] for _ in range(n_layers)
+        ]
+        """By layer and head, the cells (slot, head's row in it) that it attends to, the newest last."""
+        for kind, size in [*parts, ("even", new)]:
+            slots = [free.pop() for _ in range(size)]
+            first = len(self.columns)
+            self.columns += slots
+            cells = [(slot, row) for slot in slots for row in range(kv_heads)]
+            if kind == "even":
+                for layer in self.held:
+                    for head in range(kv_heads):
+                        layer[head] += [(slot, head) for slot in slots]
+                continue
+            counts = [heads_of(rng, size, kv_heads) for _ in range(n_layers)]
+            self.regions.append(RaggedRegion(first, size, torch.tensor(counts)))
+            for layer, of_layer in zip(self.held, counts, strict=True):
+                at = 0
+                for head, count in enumerate(of_layer):
+                    layer[head] += cells[at : at + count]
+                    at += count
+
+    def expected(self, query, keys, values, layer, scale):
+        """Float64, one head after the other: [q, heads, d] over the cells of its KV head."""
+        held = self.held[layer]
+        group = query.shape[1] // len(held)
+        output = []
+        for head in range(query.shape[1]):
+            slots, rows = zip(*held[head // group], strict=True)
+            k, v = (cache[list(slots), list(rows)].unsqueeze(1) for cache in (keys, values))
+            output.append(reference(query[:, head : head + 1], k, v, scale))
+        return torch.cat(output, dim=1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (3, 1), (9, 3)])
+@pytest.mark.parametrize("new", [1, 5])
+def test_heads_that_hold_tokens_of_their_own(heads, kv_heads, new):
+    """Batches of rows with no, one and several regions, with other counts in each layer."""
+    rng = random.Random(heads + new)
+    torch.manual_seed(heads)
+    n_layers, dim, num_slots, num_rows = 3, 16, 300, 6
+    pool = ReqToTokenPool(num_rows, 64, "cpu", False)
+    kv = MHATokenToKVPool(num_slots, 1, torch.float32, kv_heads, dim, n_layers, "cpu", False)
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=pool, token_to_kv_pool=kv)
+    backend = GrkvTorchAttnBackend(runner)
+    free = rng.sample(range(1, num_slots + 1), num_slots)
+    parts = [
+        [("ragged", 4)],
+        [("even", 7)],
+        [("even", 3), ("ragged", 1), ("ragged", 5), ("even", 2), ("ragged", 3)],
+        [],
+        [("ragged", 2), ("even", 6)],
+    ]
+    requests = []
+    for row, of_row in zip(rng.sample(range(1, num_rows + 1), len(parts)), parts, strict=True):
+        gap = rng.randint(1, 9) if of_row else 0
+        request = RaggedRow(rng, free, of_row, gap, new, n_layers, kv_heads)
+        pool.req_to_token[row, : len(request.columns)] = torch.tensor(request.columns)
+        backend.row_gaps.set(row, gap, tuple(request.regions))
+        requests.append((row, request))
+    for layer_id in range(n_layers):
+        for cache in kv.get_kv_buffer(layer_id):
+            cache.fill_(torch.nan)
+            used = [slot for _, r in requests for slot in r.columns[r.gap : len(r.columns) - new]]
+            cache[used] = torch.randn(len(used), kv_heads, dim)
+    seq_lens = torch.tensor([len(r.columns) for _, r in requests])
+    batch = SimpleNamespace(
+        req_pool_indices=torch.tensor([row for row, _ in requests]),
+        seq_lens=seq_lens,
+        extend_prefix_lens=seq_lens - new,
+        extend_seq_lens=torch.full_like(seq_lens, new),
+        out_cache_loc=torch.tensor([slot for _, r in requests for slot in r.columns[-new:]]),
+        encoder_lens=None,
+    )
+    backend.init_forward_metadata(batch)
+    for layer_id in (2, 0, 1):
+        layer = RadixAttention(heads, dim, 0.3, kv_heads, layer_id)
+        query = torch.randn(len(requests) * new, heads, dim)
+        k, v = (torch.randn(len(requests) * new, kv_heads, dim) for _ in range(2))
+        forward = backend.forward_decode if new == 1 else backend.forward_extend
+        got = forward(query.flatten(1), k, v, layer, batch).view_as(query)
+        keys, values = kv.get_kv_buffer(layer_id)
+        for i, (_, request) in enumerate(requests):
+            mine = slice(i * new, (i + 1) * new)
+            want = request.expected(query[mine], keys, values, layer_id, 0.3)
+            torch.testing.assert_close(got[mine].double(), want, atol=2e-5, rtol=2e-5)
+        if new == 1:  # the same through an extend of one token
+            again = backend.forward_extend(query.flatten(1), k, v, layer, batch).view_as(query)
+            torch.testing.assert_close(again, got, atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib.metadata import entry_points
 
-from grkv_sglang.core.selection.adakv import AdaKV, CriticalAdaKV
+from grkv_sglang.core.selection.adakv import AdaKV, CriticalAdaKV, PerHead
 from grkv_sglang.core.selection.base import (
     PassKind,
     PassStatistics,
@@ -71,11 +71,14 @@ def scorer_names() -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def get_scorer(name: str) -> Scorer:
     """The selection method of this name, or several: "a+b" sums the ranks of a's and b's scores, "a~b" their
-    shares of the head's total. "~" binds tighter: "a+b~c" sums the ranks of a and of "b~c".
+    shares of the head's total. "~" binds tighter: "a+b~c" sums the ranks of a and of "b~c". "per_head:a" lets
+    the heads of a layer share one budget, whatever a is.
 
     Raises:
         ValueError: no such method; the message lists the valid names.
     """
+    if name.startswith(PerHead.prefix):
+        return PerHead(get_scorer(name.removeprefix(PerHead.prefix)))
     for combination in (RankSum, ShareSum):
         parts = name.split(combination.separator)
         if len(parts) > 1:
@@ -86,7 +89,7 @@ def get_scorer(name: str) -> Scorer:
         return _load(name)
     raise ValueError(
         f"expected a selection method, one of {', '.join(scorer_names())}, or several joined by '+' or "
-        f"'~', got {name!r}"
+        f"'~', with {PerHead.prefix!r} in front or without, got {name!r}"
     )
 
 

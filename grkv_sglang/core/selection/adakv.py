@@ -1,10 +1,10 @@
-"""AdaKV: the heads of a layer share one budget; by itself and with CriticalKV's two stages."""
+"""AdaKV: the heads of a layer share one budget; with CriticalKV's two stages too, and over other scores."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from grkv_sglang.core.selection.base import ScoringContext, top_mask, top_mask_pooled, top_masks
+from grkv_sglang.core.selection.base import Scorer, ScoringContext, top_mask, top_mask_pooled, top_masks
 from grkv_sglang.core.selection.criticalkv import CriticalKV
 from grkv_sglang.core.selection.snapkv import SnapKV
 
@@ -56,6 +56,37 @@ class CriticalAdaKV(CriticalKV):
         n_first = (budgets // 2 - n_always_kept).clamp(min=_floor(n_slots - n_always_kept))
         kept = always | top_masks(scores, ~always, n_first)
         return kept | top_masks(self.second_stage(ctx, scores), ~kept, budgets - n_always_kept - n_first)
+
+
+class PerHead(Scorer):
+    """Another method's scores, chosen from as AdaKV does: "per_head:a".
+
+    For scores that are comparable between the heads of a layer: shares of a head's total ("a~b") are, as the
+    attention weights are that AdaKV itself starts from; ranks ("a+b") are not, every head has the same ones.
+
+    Raises:
+        ValueError: the method chooses in another way or has budgets of its own, which would be dropped.
+    """
+
+    prefix = "per_head:"
+    storage = "per_head"
+
+    def __init__(self, scores: Scorer) -> None:
+        if scores.storage != "even" or type(scores).select is not Scorer.select:
+            raise ValueError(
+                f"expected a method that keeps a head's highest scores and nothing else behind "
+                f"{self.prefix!r}, got {scores.name!r}"
+            )
+        self._scores = scores
+        self.name = self.prefix + scores.name
+        self.queries, self.passes = scores.queries, scores.passes
+        self.needs_output_projection = scores.needs_output_projection
+
+    def score(self, ctx: ScoringContext) -> Tensor:
+        return self._scores.score(ctx)
+
+    def select(self, ctx: ScoringContext, scores: Tensor, always_kept: Tensor, n_slots: int) -> Tensor:
+        return adaptive_mask(scores, always_kept, n_slots)
 
 
 def adaptive_mask(scores: Tensor, always_kept: Tensor, n_slots: int) -> Tensor:
