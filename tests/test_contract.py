@@ -10,7 +10,7 @@ import pytest
 from grkv_sglang import contract, plugin
 from grkv_sglang.config import ATTENTION_BACKENDS, FLASHINFER_ATTENTION, TORCH_ATTENTION, TRITON_ATTENTION
 from grkv_sglang.contract import ContractError, HostSymbol
-from grkv_sglang.refusals import REFUSALS, attention_problems, refusals_for
+from grkv_sglang.refusals import REFUSALS, attention_problems, per_head_refusal, refusals_for
 
 
 def test_holds_for_the_installed_release():
@@ -228,6 +228,28 @@ def test_a_foreign_attention_backend_is_refused_with_the_flag_to_set(name, devic
     ]
     (problem,) = attention_problems("grkv_triton", name, device, cuda_graphs=True)
     assert problem.startswith("the decode attention backend")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "tp_size", "refused"),
+    [
+        ("grkv_torch", "grkv_torch", 1, []),
+        ("grkv_torch", "grkv_torch", 2, ["--tp-size 1"]),
+        ("grkv_flashinfer", "grkv_flashinfer", 1, ["grkv_flashinfer reads the same slots"]),
+        ("grkv_torch", "grkv_flashinfer", 1, ["grkv_flashinfer reads", "--attention-backend grkv_torch"]),
+        ("grkv_flashinfer", "grkv_torch", 4, ["grkv_flashinfer reads", "--tp-size 1"]),
+        ("grkv_triton", "grkv_flashinfer", 1, ["grkv_flashinfer reads", "grkv_triton reads"]),
+    ],
+)
+def test_budgets_per_head_are_refused_by_name_with_a_way_out(prefill, decode, tp_size, refused):
+    refusal = per_head_refusal(prefill, decode, tp_size)
+    if not refused:
+        assert refusal is None
+        return
+    assert refusal is not None
+    assert all(part in refusal for part in refused)
+    assert refusal.endswith("use another profile: 'default' or 'best'")
+    assert ("tp-size" in refusal) == (tp_size > 1)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from grkv_sglang import contract, plugin
 from grkv_sglang.admin import encode_command
 from grkv_sglang.attention.rows import attach_row_gaps, host_lens
+from grkv_sglang.config import GrkvConfig
 from grkv_sglang.policy.boundaries import learn_markers
+from grkv_sglang.policy.options import OptionsError
 from tests.cache.harness import Harness
 
 
@@ -66,6 +68,37 @@ def test_requests_without_sampling_parameters_pass():
     plain = tokenized(None)
     plugin._validate_options(plain, manager("grkv"), None, None, None)
     assert plain.sampling_params.custom_params is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        ({"attention_backend": "grkv_torch"}, None),
+        ({"attention_backend": "grkv_flashinfer"}, "grkv_flashinfer reads the same slots for every head"),
+        (
+            {"attention_backend": "grkv_torch", "decode_attention_backend": "grkv_flashinfer"},
+            "grkv_flashinfer reads the same slots for every head",
+        ),
+        ({"attention_backend": "grkv_torch", "tp_size": 2}, "set --tp-size 1"),
+    ],
+)
+@pytest.mark.parametrize(
+    "asked", [{"profile": "per_head"}, {"profile": "release_per_head"}, {"forced": "packed"}]
+)
+def test_budgets_per_head_are_refused_where_a_request_asks_for_them(monkeypatch, arguments, refusal, asked):
+    """With SGLang's own arguments, as the tokenizer process has them."""
+    monkeypatch.setattr("grkv_sglang.policy.resolve._config", lambda: GrkvConfig(allow_forced=True))
+    server_args = ServerArgs(model_path="dummy", radix_cache_backend="grkv", **arguments)
+    server_args.resolve_once()
+    this = SimpleNamespace(server_args=server_args, tokenizer=None)
+    request = tokenized({"prefix_end_tokens": 40, **asked})
+    if refusal is None:
+        plugin._validate_options(request, this)
+    else:
+        what = "forced='packed'" if "forced" in asked else f"profile '{asked['profile']}'"
+        with pytest.raises(OptionsError, match=rf"custom_params.grkv: {what} .*{refusal}.*'default'"):
+            plugin._validate_options(request, this)
+    plugin._validate_options(tokenized({"prefix_end_tokens": 40, "profile": "best"}), this)
 
 
 def test_only_our_key_is_request_level():

@@ -73,6 +73,7 @@ class TableWork:
     ) -> None:
         self.compressor, self.source, self.profile, self.new_slots = compressor, source, profile, new_slots
         self.layers = 0
+        self.counts = compressor.counts(new_slots.numel()) if profile == "per_head" else None
         self.chunks = deque(range(compressor.num_chunks))
         self.quality = SpanQuality()
 
@@ -109,6 +110,7 @@ class TableCompressor:
     """Stands in for the model: checks what it is given to compress, writes table entries, can fail."""
 
     num_layers = 3
+    num_kv_heads = 2
 
     def __init__(self, allocator: RecordingAllocator) -> None:
         self.allocator = allocator
@@ -138,6 +140,15 @@ class TableCompressor:
         self.check_source(source)
         self.write(source, new_slots)
         return SpanOrigin("copy", 1.0, 0.0, 0.0, forced=True)
+
+    def copy_packed(self, source: SpanSource, new_slots: torch.Tensor) -> tuple[SpanOrigin, torch.Tensor]:
+        counts = torch.full((self.num_layers, self.num_kv_heads), new_slots.numel())
+        return self.copy(source, new_slots), counts
+
+    def counts(self, num_slots: int) -> torch.Tensor:
+        """[layers, Hkv]: one head more and the other less, in each layer otherwise."""
+        more = torch.arange(self.num_layers).clamp(max=num_slots)
+        return torch.stack([num_slots + more, num_slots - more], dim=1)
 
     def write(self, source: SpanSource, new_slots: torch.Tensor) -> None:
         for i, slot in enumerate(new_slots.tolist()):
@@ -363,11 +374,14 @@ class Harness:
             node = node.parent
         at, depth = gap, 0
         above: list[SpanNode] = []
+        regions = []
         for node in reversed(path):
             size = len(node.key)
             assert tuple(node.key.token_ids) == tokens[depth : depth + size]
             if isinstance(node, SpanNode):
                 self.check_kept(row[at : at + node.num_slots], node, depth)
+                if node.counts is not None:
+                    regions.append((at, node.num_slots, node.counts.tolist()))
                 at += node.num_slots
                 above.append(node)
             else:
@@ -376,6 +390,8 @@ class Harness:
             depth += size
         self.check_computed(row[at:], tokens, depth, above)
         assert at + length - depth == length
+        noted = self.gaps.regions_of(req.kv.req_pool_idx)
+        assert [(r.first_column, r.num_slots, r.counts.tolist()) for r in noted] == regions
 
     def check_kept(self, slots: Sequence[int], span: SpanNode, start: int) -> None:
         """The table entries of a span's slots: its range, and the tokens that were exact when it was made."""

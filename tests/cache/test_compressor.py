@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from torch import nn
 
 from grkv_sglang.cache.compressor import CHUNK_TOKENS, CompressionError, Compressor, SpanSource, _Probe
 from grkv_sglang.core import PassChunk, Profile, get_profile, plan_queries, span_chunks
@@ -33,6 +35,19 @@ def source(n_merged: int = 0) -> SpanSource:
         protected=(),
         ancestor_slots=torch.arange(START),
     )
+
+
+class Model(nn.Module):
+    """A model of one layer, as far as profiles look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary_emb = nn.Module()
+        self.rotary_emb.cos_sin_cache = torch.zeros(4, 8)
+        self.rotary_emb.rotary_dim, self.rotary_emb.is_neox_style = 8, True
+        self.attn = nn.Module()
+        self.attn.tp_q_head_num, self.attn.v_head_dim, self.attn.layer_id = 2, 8, 0
+        self.o_proj = nn.Linear(16, 16, bias=False)
 
 
 def with_scorer(scorer: str, fit_repetition: int = 0) -> Profile:
@@ -96,6 +111,52 @@ def test_requests_fit_behind_the_prefix():
     chunks(profile, context_len=START + N + BEHIND)
     with pytest.raises(CompressionError, match="3 positions"):
         chunks(profile, context_len=START + N + BEHIND - 3)
+
+
+@pytest.mark.parametrize("name", ["per_head", "release_per_head"])
+def test_budgets_per_head_are_refused_where_the_server_does_not_hold_them(name: str):
+    runner: Any = SimpleNamespace(token_to_kv_pool=None, model=Model(), lora_manager=None)
+    assert Compressor(runner, PROMPTS).check_profile(name) is get_profile(name)
+    refusing = Compressor(runner, PROMPTS, "is not held here; use 'default'")
+    with pytest.raises(ValueError, match=f"^profile '{name}' is not held here; use 'default'$"):
+        refusing.check_profile(name)
+    assert refusing.check_profile("default") is get_profile("default")
+    with pytest.raises(CompressionError, match=r"^forced='packed' is not held here") as failure:
+        refusing.copy_packed(source(), torch.arange(N))
+    assert failure.value.reason == "unsupported"
+
+
+def test_budgets_per_layer_are_refused(monkeypatch: pytest.MonkeyPatch):
+    runner: Any = SimpleNamespace(token_to_kv_pool=None, model=Model(), lora_manager=None)
+    monkeypatch.setattr("grkv_sglang.cache.compressor.get_profile", with_scorer)
+    with pytest.raises(ValueError, match=r"'pyramidkv', whose budgets differ .*'default'"):
+        Compressor(runner, PROMPTS).check_profile("pyramidkv")
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 3])
+def test_a_packed_copy_holds_every_token_of_every_head(n_kv_heads: int):
+    """Read back by hand: the heads' rows, one head behind the other."""
+    n_layers, n = 2, 7
+    pool = MHATokenToKVPool(40, 1, torch.float32, n_kv_heads, 4, n_layers, "cpu", False)
+    for layer in range(n_layers):
+        for buffer in pool.get_kv_buffer(layer):
+            buffer.copy_(torch.randn(buffer.shape))
+    slots, new_slots = torch.randperm(40)[: 2 * n].view(2, n) + 1
+    span = replace(source(), start_tokens=0, token_ids=range(n), exact_start_tokens=0, slots=slots)
+    runner: Any = SimpleNamespace(
+        token_to_kv_pool=pool,
+        model=torch.nn.Identity(),
+        model_config=SimpleNamespace(num_hidden_layers=n_layers),
+        device="cpu",
+    )
+    origin, counts = Compressor(runner).copy_packed(span, new_slots)
+    assert (origin.forced, origin.quality) == (True, 1.0)
+    assert counts.tolist() == [[n] * n_kv_heads] * n_layers
+    for layer in range(n_layers):
+        for buffer in pool.get_kv_buffer(layer):
+            cells = [buffer[slot, head] for slot in new_slots for head in range(n_kv_heads)]
+            rows = [buffer[slot, head] for head in range(n_kv_heads) for slot in slots]
+            assert all(torch.equal(a, b) for a, b in zip(cells, rows, strict=True))
 
 
 def test_merged_spans():

@@ -671,6 +671,47 @@ def test_a_growing_chat_is_compressed_span_after_span():
     h.check()
 
 
+def test_a_request_knows_where_heads_hold_tokens_of_their_own():
+    """One span, two in a row, none; `check_row` compares what is noted for a row with the request's path."""
+    h = Harness(num_slots=300, row_tokens=100, profile="per_head")
+    other = [2, 2, 1, 1, 3, 3, 2, 2, 1, 1, 3, 3]
+    h.run([*DOC, *DOC, 7], {"prefix_end_tokens": 24})
+    h.run([*DOC, *other, 7], {"prefix_end_tokens": 24})  # in two parts: both prompts share the first
+    h.work()
+    shared = h.submit([*DOC, *other, 9], chunk=5)
+    whole = h.submit([*DOC, *DOC, 8])
+    plain = h.submit([*other, 9])
+    regions = [h.gaps.regions_of(req.kv.req_pool_idx) for req in (shared, whole, plain)]
+    assert [[(r.first_column, r.num_slots) for r in of_row] for of_row in regions] == [
+        [(24 - 10, 5), (24 - 5, 5)],
+        [(24 - 9, 9)],
+        [],
+    ]
+    for req in (shared, whole, plain):
+        h.finish_prefill(req)
+        assert h.decode(req)
+        h.finish(req)
+    h.check()
+    # A row goes to another request: nothing of the last one's stays.
+    again = h.submit([*other, 5])
+    assert h.gaps.regions_of(again.kv.req_pool_idx) == ()
+    h.cache.reset()
+    assert all(h.gaps.regions_of(row) == () for row in range(9))
+
+
+def test_nothing_is_compressed_behind_budgets_per_head():
+    h = Harness(num_slots=300, row_tokens=100, profile="per_head", cooldown_requests=1)
+    h.run([*DOC, 7], {"prefix_end_tokens": 12})
+    for _ in range(2):
+        h.run([*DOC, *LONG[:20], 7], {"prefix_end_tokens": 32, "profile": "paper"})
+        assert ranges(h) == [(0, 12, 5)]
+    assert h.cache.counters.compressions_skipped == {"behind_per_head": 2}
+    assert h.cache.counters.compressions_failed == {}
+    # It stays exact, and is used.
+    assert h.submit([*DOC, *LONG[:20], 8]).prefix_len == 32
+    h.check()
+
+
 def test_private_spans_are_merged_into_the_next_one():
     h = Harness(num_slots=250, row_tokens=250, merge_after_spans=2, max_generations=1)
     history = chat(h, 4)

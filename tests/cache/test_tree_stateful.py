@@ -51,10 +51,11 @@ class CacheLife(RuleBasedStateMachine):
         pin_share=st.sampled_from([0.1, 1.0]),
         ttl=st.sampled_from([None, None, 50.0]),
         floor=st.sampled_from([0.0, 0.0, 0.8]),
+        profile=st.sampled_from(["default", "default", "per_head"]),
     )
     def start(
         self, num_slots, twin, mode, triggers, step_tokens, merge_after, generations, watermark, cooldown,
-        pin_share, ttl, floor,
+        pin_share, ttl, floor, profile,
     ) -> None:  # fmt: skip
         self.h = Harness(
             num_slots=num_slots,
@@ -71,6 +72,7 @@ class CacheLife(RuleBasedStateMachine):
             pin_share=pin_share,
             ttl_s=ttl,
             quality_floor=floor,
+            profile=profile,
         )
         self.chunked: set[str] = set()
         self.history: list[int] = []
@@ -84,16 +86,19 @@ class CacheLife(RuleBasedStateMachine):
         chunk=st.sampled_from([None, None, 3, 7]),
         quality=st.sampled_from([None, None, 0.8, 0.95]),
         salt=salts,
-        forced=st.sampled_from([None, None, None, "all", "none"]),
+        forced=st.sampled_from([None, None, None, None, "all", "none", "packed"]),
+        profile=st.sampled_from([None, None, "paper", "per_head"]),
         pin=st.sampled_from([None, None, True]),
         ttl=st.sampled_from([None, None, 20.0]),
         protected=st.sampled_from([None, None, "0-2", "3-5,9-10"]),
     )
-    def submit(self, tokens, mode, budget, explicit, end, chunk, quality, salt, forced, pin, ttl, protected):
+    def submit(
+        self, tokens, mode, budget, explicit, end, chunk, quality, salt, forced, profile, pin, ttl, protected
+    ):
         options = {"mode": mode, "budget": budget, "min_quality": quality}
         if explicit:
             options |= {"prefix_end_tokens": end, "forced": forced, "pin": pin, "ttl_s": ttl}
-            options |= {"protected": protected}
+            options |= {"protected": protected, "profile": profile}
         given_options = {name: value for name, value in options.items() if value is not None}
         wanted = acceptance_of(RequestOptions(**given_options), self.h.config)
         expected = longest_match(self.h, tokens[:-1], wanted, salt)

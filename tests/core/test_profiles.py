@@ -9,7 +9,9 @@ from grkv_sglang.core import get_profile, profile_names
 
 
 def test_built_ins_are_found_by_their_own_name() -> None:
-    assert profile_names() == ("default", "best", "paper", "release", "copy")
+    assert profile_names() == (
+        "default", "best", "paper", "release", "copy", "per_head", "release_per_head"
+    )  # fmt: skip
     assert all(get_profile(name).name == name for name in profile_names())
 
 
@@ -34,7 +36,7 @@ def test_copy_selects_like_the_default_and_changes_nothing() -> None:
 
 
 def test_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match="default, best, paper, release, copy, got 'papper'"):
+    with pytest.raises(ValueError, match=r"default, best, .*, release_per_head, got 'papper'"):
         get_profile("papper")
 
 
@@ -105,6 +107,18 @@ def test_passes_are_those_of_the_selection_and_of_the_fitted_queries() -> None:
     assert replace(asking, value_step=False, key_step=False).fitted_of_passes == {}
 
 
+def test_two_profiles_share_the_budget_among_the_heads_of_a_layer() -> None:
+    assert {name for name in profile_names() if get_profile(name).storage == "per_head"} == {
+        "per_head",
+        "release_per_head",
+    }
+    for name, even in (("per_head", "default"), ("release_per_head", "release")):
+        shared = get_profile(name)
+        assert shared.passes == get_profile(even).passes
+        assert replace(shared, name=even, scorer=get_profile(even).scorer) == get_profile(even)
+    assert replace(get_profile("paper"), scorer="pyramidkv").storage == "per_layer"
+
+
 def test_only_passes_over_the_span_cost_a_prefill() -> None:
     assert {name: get_profile(name).extra_prefills for name in profile_names()} == {
         "default": 0,
@@ -112,6 +126,8 @@ def test_only_passes_over_the_span_cost_a_prefill() -> None:
         "paper": 0,
         "release": 0,
         "copy": 0,
+        "per_head": 0,
+        "release_per_head": 0,
     }
     assert get_profile("default").passes == get_profile("copy").passes == {"questions"}
     assert get_profile("best").passes == {"questions", "repetition"}

@@ -211,4 +211,6 @@ def test_every_profile_plans_a_usual_span() -> None:
         "paper": 48,
         "release": 80,
         "copy": 72,
+        "per_head": 72,
+        "release_per_head": 80,
     }

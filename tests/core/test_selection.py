@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grkv_sglang.core import Scorer, ScoringContext, get_scorer, scorer_names, selection
 from grkv_sglang.core.selection import PassStatistics
+from grkv_sglang.core.selection.adakv import PerHead
 from grkv_sglang.core.selection.base import always_kept_tokens, top_mask, top_mask_pooled, top_masks
 from grkv_sglang.core.selection.combined import RankSum, ShareSum, ranks, shares
 from grkv_sglang.core.selection.criticalkv import projected_norms
@@ -733,6 +734,37 @@ def test_a_sum_needs_the_projection_that_a_part_scores_by() -> None:
     assert RankSum([get_scorer("snapkv"), Projected()]).needs_output_projection
 
 
+@pytest.mark.parametrize("scores", ["stratified", "kvzip~stratified_value", "question_mass~snapkv~snapkv"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_scores_with_one_budget_per_layer(scores: str, shape: tuple[int, int, int]) -> None:
+    ctx = context(*shape, seed=shape[2])
+    even, shared = get_scorer(scores), get_scorer(f"per_head:{scores}")
+    assert (shared.name, shared.storage) == (f"per_head:{scores}", "per_head")
+    assert (shared.queries, shared.passes) == (even.queries, even.passes)
+    assert torch.equal(shared.score(ctx), even.score(ctx))
+    always = {0, shape[2] - 1}
+    mask = torch.tensor([s in always for s in range(shape[2])])
+    candidates = set(range(shape[2])) - always
+    for n_slots in range(3, shape[2] + 1):
+        kept = shared.select(ctx, shared.score(ctx), mask, n_slots)
+        chosen = naive_adakv(numbers(even.score(ctx)), candidates, n_slots - 2)
+        assert tokens(kept) == [always | mine for mine in chosen]
+
+
+def test_one_budget_per_layer_needs_the_projection_that_its_scores_need() -> None:
+    class Projected(Newest):
+        name = "projected"
+        needs_output_projection = True
+
+    assert PerHead(Projected()).needs_output_projection
+
+
+@pytest.mark.parametrize("scores", ["criticalkv", "adakv", "pyramidkv", "per_head:snapkv"])
+def test_one_budget_per_layer_refuses_methods_whose_own_rule_it_would_drop(scores: str) -> None:
+    with pytest.raises(ValueError, match=f"nothing else behind 'per_head:', got '{scores}'"):
+        get_scorer(f"per_head:{scores}")
+
+
 def test_registry() -> None:
     assert scorer_names() == BUILT_IN
     assert [get_scorer(name).name for name in BUILT_IN] == list(BUILT_IN)
@@ -750,8 +782,10 @@ def test_registry() -> None:
         "repetition_energy": {"repetition"},
         "h2o": {"span"},
     }
-    with pytest.raises(ValueError, match=r"snapkv, .*, or several joined by '\+' or '~', got 'snap'"):
+    with pytest.raises(ValueError, match=r"snapkv, .*, or several joined by '\+' or '~', .*, got 'snap'"):
         get_scorer("snap")
+    with pytest.raises(ValueError, match="got 'snap'"):
+        get_scorer("per_head:snap")
 
 
 class Newest(Scorer):

@@ -66,6 +66,7 @@ def register() -> None:
                 {
                     "token_ids": list(self.source.token_ids),
                     "start_tokens": self.source.start_tokens,
+                    "counts": self.counts,
                     "keys": [pool.get_key_buffer(i)[self.new_slots].clone() for i in layers],
                     "values": [pool.get_value_buffer(i)[self.new_slots].clone() for i in layers],
                 },
