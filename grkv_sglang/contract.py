@@ -189,6 +189,31 @@ ATTENTION_SYMBOLS: dict[str, tuple[HostSymbol, ...]] = {
     TRITON_ATTENTION: (
         HostSymbol(f"{_TRITON}.__init__", ("self", "model_runner"), "attention.triton_backend: super"),
         HostSymbol(
+            f"{_TRITON}.init_forward_metadata",
+            ("self", "forward_batch"),
+            "attention.triton_backend: override, super",
+        ),
+        HostSymbol(
+            f"{_TRITON}.forward_decode",
+            ("self", "q", "k", "v", "layer", "forward_batch"),
+            "attention.triton_backend: override, super",
+        ),
+        HostSymbol(
+            f"{_TRITON}._forward_extend_kernel",
+            ("self", "layer"),
+            "attention.triton_backend: override, super",
+        ),
+        HostSymbol(
+            "sglang.kernels.ops.attention.extend_attention.extend_attention_fwd",
+            ("q_extend", "k_extend", "v_extend", "o_extend", "lse_extend"),
+            "attention.triton_backend: log-sum-exps of an extend",
+        ),
+        HostSymbol(
+            "sglang.kernels.ops.attention.decode_attention.decode_attention_fwd",
+            ("q", "attn_lse", "enable_lean"),
+            "attention.triton_backend: log-sum-exps of a decode",
+        ),
+        HostSymbol(
             f"{_TRITON}._fill_kv_indptr_and_indices",
             ("self", "plan", "bs", "seq_lens", "req_pool_indices", "kv_indices", "kv_indptr"),
             "attention.triton_backend: override",

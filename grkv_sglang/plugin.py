@@ -57,6 +57,8 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     contract.check_contract()
     contract.check_hooks_applied()
 
+    from sglang.srt.arg_groups.overrides import resolved_view
+
     from grkv_sglang.cache.compressor import Compressor
     from grkv_sglang.cache.grkv_cache import GrkvRadixCache
     from grkv_sglang.cache.ranks import Ranks
@@ -68,13 +70,15 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
     config = load_config()
     row_gaps = check_server(ctx)
     tokenizer, runner = ctx.tp_worker.tokenizer, ctx.tp_worker.model_runner
-    compressor = Compressor(
-        runner,
-        None if tokenizer is None else pass_prompts(tokenizer),
-        per_head_refusal(
-            runner.prefill_attention_backend_str, runner.decode_attention_backend_str, ctx.tp_size
-        ),
+    per_head = per_head_refusal(
+        runner.prefill_attention_backend_str,
+        runner.decode_attention_backend_str,
+        tp_size=ctx.tp_size,
+        head_dim=ctx.model_config.head_dim,
+        cuda_graphs=not resolved_view(ctx.server_args).disable_cuda_graph,
     )
+    prompts = None if tokenizer is None else pass_prompts(tokenizer)
+    compressor = Compressor(runner, prompts, per_head)
     profile = compressor.check_profile(config.profile)
     always_kept = profile.n_window + profile.sinks
     possible = with_possible_spans(config, always_kept)
@@ -170,11 +174,11 @@ def _validate_options(tokenized: Any, manager: Any, *args: Any, **kwargs: Any) -
         raise ValueError("custom_params.grkv is not served together with session_params")
     token_ids = list(tokenized.input_ids or [])
     options = resolve_options(custom, token_ids, manager.tokenizer)
-    _check_per_head(options, manager.server_args)
+    _check_per_head(options, manager)
     params.custom_params = {**custom, OPTIONS_KEY: options}
 
 
-def _check_per_head(options: Mapping[str, Any], server_args: Any) -> None:
+def _check_per_head(options: Mapping[str, Any], manager: Any) -> None:
     """Raise OptionsError where a request asks for budgets per head of a server that cannot hold them."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of
     from sglang.srt.arg_groups.overrides import resolved_view
@@ -185,9 +189,15 @@ def _check_per_head(options: Mapping[str, Any], server_args: Any) -> None:
     asked = asks_per_head(options)
     if asked is None:
         return
-    arguments = resolved_view(server_args)
+    arguments = resolved_view(manager.server_args)
     prefill, decode = attention_backends_of(arguments)
-    refusal = per_head_refusal(prefill, decode, arguments.tp_size)
+    refusal = per_head_refusal(
+        prefill,
+        decode,
+        tp_size=arguments.tp_size,
+        head_dim=manager.model_config.head_dim,
+        cuda_graphs=not arguments.disable_cuda_graph,
+    )
     if refusal is not None:
         raise OptionsError(f"custom_params.grkv: {asked} {refusal}")
 

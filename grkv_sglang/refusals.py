@@ -190,13 +190,33 @@ def attention_problems(prefill: str, decode: str, device: str, cuda_graphs: bool
     return problems
 
 
-def per_head_refusal(prefill: str, decode: str, tp_size: int) -> str | None:
-    """Why a server with these resolved attention backends refuses what makes spans whose heads keep different
-    numbers of tokens, with the way out; to be read behind what is refused. None where it serves them."""
+def per_head_refusal(
+    prefill: str, decode: str, *, tp_size: int, head_dim: int, cuda_graphs: bool
+) -> str | None:
+    """Why a server refuses what makes spans whose heads keep different numbers of tokens, with the way out,
+    to be read behind what is refused; None where it serves them.
+
+    Args:
+        prefill, decode: names of the resolved attention backends.
+        tp_size: tensor-parallel ranks.
+        head_dim: the model's head size.
+        cuda_graphs: whether SGLang may capture any.
+    """
+    from grkv_kernels.dispatch import MAX_HEAD_DIM
+
+    backends = {prefill, decode}
     problems = [
-        f"{backend} reads the same slots for every head: set --attention-backend {TORCH_ATTENTION}"
-        for backend in sorted({prefill, decode} - {TORCH_ATTENTION})
+        f"{backend} reads the same slots for every head: set --attention-backend {TRITON_ATTENTION} or "
+        f"{TORCH_ATTENTION}"
+        for backend in sorted(backends - {TORCH_ATTENTION, TRITON_ATTENTION})
     ]
+    if TRITON_ATTENTION in backends and cuda_graphs:
+        problems.append(f"{TRITON_ATTENTION} reads them outside CUDA graphs: set --disable-cuda-graph")
+    if TRITON_ATTENTION in backends and head_dim > MAX_HEAD_DIM:
+        problems.append(
+            f"{TRITON_ATTENTION} reads them up to a head size of {MAX_HEAD_DIM}, the model's is {head_dim}: "
+            f"set --attention-backend {TORCH_ATTENTION}"
+        )
     if tp_size > 1:
         problems.append("each tensor-parallel rank would share out its own heads' budget: set --tp-size 1")
     if not problems:

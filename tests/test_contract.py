@@ -230,26 +230,44 @@ def test_a_foreign_attention_backend_is_refused_with_the_flag_to_set(name, devic
     assert problem.startswith("the decode attention backend")
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode", "tp_size", "refused"),
-    [
-        ("grkv_torch", "grkv_torch", 1, []),
-        ("grkv_torch", "grkv_torch", 2, ["--tp-size 1"]),
-        ("grkv_flashinfer", "grkv_flashinfer", 1, ["grkv_flashinfer reads the same slots"]),
-        ("grkv_torch", "grkv_flashinfer", 1, ["grkv_flashinfer reads", "--attention-backend grkv_torch"]),
-        ("grkv_flashinfer", "grkv_torch", 4, ["grkv_flashinfer reads", "--tp-size 1"]),
-        ("grkv_triton", "grkv_flashinfer", 1, ["grkv_flashinfer reads", "grkv_triton reads"]),
-    ],
+ELSEWHERE = "set --attention-backend grkv_triton or grkv_torch"
+NO_GRAPHS = "grkv_triton reads them outside CUDA graphs: set --disable-cuda-graph"
+ONE_RANK = "each tensor-parallel rank would share out its own heads' budget: set --tp-size 1"
+SMALL_HEADS = (
+    "grkv_triton reads them up to a head size of 128, the model's is 192: set --attention-backend grkv_torch"
 )
-def test_budgets_per_head_are_refused_by_name_with_a_way_out(prefill, decode, tp_size, refused):
-    refusal = per_head_refusal(prefill, decode, tp_size)
-    if not refused:
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "tp_size", "head_dim", "cuda_graphs", "problems"),
+    [
+        ("grkv_torch", "grkv_torch", 1, 256, True, []),
+        ("grkv_torch", "grkv_torch", 2, 64, False, [ONE_RANK]),
+        ("grkv_triton", "grkv_triton", 1, 128, False, []),
+        ("grkv_triton", "grkv_triton", 1, 64, True, [NO_GRAPHS]),
+        ("grkv_triton", "grkv_torch", 1, 192, False, [SMALL_HEADS]),
+        ("grkv_torch", "grkv_triton", 4, 192, True, [NO_GRAPHS, SMALL_HEADS, ONE_RANK]),
+        (
+            "grkv_torch", "grkv_flashinfer", 1, 64, False,
+            [f"grkv_flashinfer reads the same slots for every head: {ELSEWHERE}"],
+        ),
+        (
+            "grkv_flashinfer", "grkv_flashinfer", 2, 192, True,
+            [f"grkv_flashinfer reads the same slots for every head: {ELSEWHERE}", ONE_RANK],
+        ),
+    ],
+)  # fmt: skip
+def test_budgets_per_head_are_refused_by_name_with_a_way_out(
+    prefill, decode, tp_size, head_dim, cuda_graphs, problems
+):
+    refusal = per_head_refusal(prefill, decode, tp_size=tp_size, head_dim=head_dim, cuda_graphs=cuda_graphs)
+    if not problems:
         assert refusal is None
-        return
-    assert refusal is not None
-    assert all(part in refusal for part in refused)
-    assert refusal.endswith("use another profile: 'default' or 'best'")
-    assert ("tp-size" in refusal) == (tp_size > 1)
+    else:
+        assert refusal == (
+            "lets KV heads keep different numbers of tokens, which this server does not hold "
+            f"({'; '.join(problems)}), or use another profile: 'default' or 'best'"
+        )
 
 
 @pytest.mark.parametrize(

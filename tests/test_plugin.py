@@ -80,6 +80,8 @@ def test_requests_without_sampling_parameters_pass():
             "grkv_flashinfer reads the same slots for every head",
         ),
         ({"attention_backend": "grkv_torch", "tp_size": 2}, "set --tp-size 1"),
+        ({"attention_backend": "grkv_triton"}, "outside CUDA graphs: set --disable-cuda-graph"),
+        ({"attention_backend": "grkv_triton", "disable_cuda_graph": True}, None),
     ],
 )
 @pytest.mark.parametrize(
@@ -90,7 +92,8 @@ def test_budgets_per_head_are_refused_where_a_request_asks_for_them(monkeypatch,
     monkeypatch.setattr("grkv_sglang.policy.resolve._config", lambda: GrkvConfig(allow_forced=True))
     server_args = ServerArgs(model_path="dummy", radix_cache_backend="grkv", **arguments)
     server_args.resolve_once()
-    this = SimpleNamespace(server_args=server_args, tokenizer=None)
+    config = SimpleNamespace(head_dim=128)
+    this = SimpleNamespace(server_args=server_args, tokenizer=None, model_config=config)
     request = tokenized({"prefix_end_tokens": 40, **asked})
     if refusal is None:
         plugin._validate_options(request, this)

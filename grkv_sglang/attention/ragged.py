@@ -17,9 +17,10 @@ hold one token for every head, as always.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -74,6 +75,20 @@ def unpack_heads(rows: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
     return rows.reshape(-1, rows.shape[-1]).split(counts.tolist())
 
 
+def pad_heads(rows: Sequence[tuple[Tensor, ...]]) -> Tensor:
+    """What heads hold of several regions, side by side.
+
+    Args:
+        rows: by region, what `unpack_heads` gives.
+
+    Returns:
+        [w, Hkv, d] with w the most rows of one head; zeros behind a head's last one.
+    """
+    by_head = [torch.cat(of_head) for of_head in zip(*rows, strict=True)]
+    padded: Tensor = torch.nn.utils.rnn.pad_sequence(by_head)
+    return padded
+
+
 def ordinary_ranges(first: int, end: int, regions: Iterable[RaggedRegion]) -> Iterator[tuple[int, int]]:
     """The columns of ``[first, end)`` outside `regions` (which ascend), as ranges that are not empty."""
     for region in regions:
@@ -82,3 +97,82 @@ def ordinary_ranges(first: int, end: int, regions: Iterable[RaggedRegion]) -> It
         first = region.end_column
     if first < end:
         yield first, end
+
+
+@dataclass(frozen=True)
+class RegionCells:
+    """The cells of one region of each request of a batch, for ``grkv_kernels.ragged_attention``.
+
+    Attributes:
+        cells: [all of them] int64, request by request, as they lie in the regions.
+        indptr: [layers, B * Hkv + 1] int32: head h of request b has those from `indptr[b * Hkv + h]` on. None
+            where a request has no such region.
+    """
+
+    cells: Tensor
+    indptr: Tensor
+
+
+def region_cells(
+    req_to_token: Tensor, rows: Sequence[int], regions: Sequence[tuple[RaggedRegion, ...]]
+) -> list[RegionCells]:
+    """The regions of a batch: all first ones, all second ones, and so on.
+
+    Args:
+        req_to_token: [rows, columns], SGLang's table.
+        rows: of the requests.
+        regions: of the requests, one at least.
+    """
+    n_layers, n_kv_heads = next(iter(r for of_row in regions for r in of_row)).counts.shape
+    device = req_to_token.device
+    head = torch.arange(n_kv_heads, device=device)
+    found = []
+    for number in range(max(map(len, regions))):
+        slots, counts = [], []
+        for row, of_row in zip(rows, regions, strict=True):
+            if number < len(of_row):
+                region = of_row[number]
+                slots.append(req_to_token[row, region.first_column : region.end_column])
+                counts.append(region.counts)
+            else:
+                counts.append(torch.zeros(n_layers, n_kv_heads, dtype=torch.int64))
+        cells = (torch.cat(slots).long().unsqueeze(1) * n_kv_heads + head).flatten()
+        ends = torch.cat(counts, dim=1).cumsum(dim=1)
+        indptr = torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)
+        found.append(RegionCells(cells, indptr.to(device)))
+    return found
+
+
+@dataclass(frozen=True)
+class OrdinaryRanges:
+    """The columns of a batch's rows outside their regions, range by range. All [ranges] on one device.
+
+    Attributes:
+        request: int64, which of the batch.
+        first, lens: int64, first column and number of columns, which may be 0.
+        last: [B] int64, each request's last range.
+    """
+
+    request: Tensor
+    first: Tensor
+    lens: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, first: Tensor, lens: Tensor, regions: Sequence[tuple[RaggedRegion, ...]]) -> OrdinaryRanges:
+        """Of ``[first, first + lens)`` [B] of each row; waits for nothing on their device."""
+        request: list[int] = []
+        starts: list[int] = []
+        ends: list[int] = []
+        last = []
+        own = -1  # where the row itself begins or ends, which is known on the device
+        for index, of_row in enumerate(regions):
+            request += [index] * (len(of_row) + 1)
+            starts += [own, *(region.end_column for region in of_row)]
+            ends += [*(region.first_column for region in of_row), own]
+            last.append(len(request) - 1)
+        device = first.device
+        requests, start, end = (torch.tensor(numbers, device=device) for numbers in (request, starts, ends))
+        start = torch.where(start == own, first[requests], start)
+        end = torch.where(end == own, (first + lens)[requests], end)
+        return cls(requests, start, end - start, torch.tensor(last, device=device))

@@ -85,6 +85,11 @@ class RowGaps:
         """Gaps of the given rows, [batch] int64 on the pool's device."""
         return self.tensor[rows]
 
+    @property
+    def has_regions(self) -> bool:
+        """Whether any row has."""
+        return bool(self._regions)
+
     def regions_of(self, row: int) -> tuple[RaggedRegion, ...]:
         """Where the row's slots hold other tokens for each head, by column; nowhere in general."""
         return self._regions.get(row, ())

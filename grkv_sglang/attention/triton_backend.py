@@ -1,11 +1,15 @@
 """``grkv_triton``: SGLang's Triton attention, reading each request's KV from its gap on.
 
 Written against SGLang 0.5.23 ``srt/layers/attention/triton_backend.py: TritonAttnBackend``. All of its
-kernels read a stream of slots (``kv_indptr``, ``kv_indices``), so two methods are enough:
+kernels read a stream of slots (``kv_indptr``, ``kv_indices``), so two methods are enough for gaps:
 
 - `_fill_kv_indptr_and_indices` packs the stream in eager decode, eager extend (the prefix; new tokens are
   read from the batch) and before each capture and replay of a decode graph, into the graph's own buffers;
 - `get_num_kv_splits` spreads a decode row over programs by its length.
+
+Where a span's heads hold tokens of their own (see `ragged`), its columns are left out of the stream. What
+SGLang's kernels compute of the others comes with its log-sum-exp, and is merged with the attention over the
+cells of each head. Such batches run outside CUDA graphs, and wait for the device once: for their rows.
 
 Lengths and gaps stay on the device: this backend keeps no copy of them on the host. A gap need not be a
 multiple of the page size, because the kernels address every slot by itself. Run in Triton's interpreter on a
@@ -14,17 +18,21 @@ CPU only; never on a GPU yet.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from grkv_kernels import merge_states, ragged_attention
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from torch import Tensor
 
+from grkv_sglang.attention.ragged import OrdinaryRanges, RaggedRegion, RegionCells, region_cells
 from grkv_sglang.attention.refuse import refuse
 from grkv_sglang.attention.rows import attach_row_gaps
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -34,6 +42,8 @@ class GrkvTritonAttnBackend(TritonAttnBackend):  # type: ignore[misc]
     Raises:
         ValueError: at construction, for what would read rows without asking for their gaps.
     """
+
+    enable_lean_attention: bool | None
 
     def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
@@ -48,6 +58,20 @@ class GrkvTritonAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         }
         refuse("grkv_triton", uncovered, "triton")
         self.row_gaps = attach_row_gaps(model_runner.req_to_token_pool, self.device)
+        self._regions: list[tuple[RaggedRegion, ...]] = []
+        """Of each request of the batch; empty where none has any."""
+        self._region_cells: list[RegionCells] = []
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Of an eager batch."""
+        self._regions, self._region_cells = [], []
+        if self.row_gaps.has_regions:
+            rows = forward_batch.req_pool_indices.tolist()
+            regions = [self.row_gaps.regions_of(row) for row in rows]
+            if any(regions):
+                self._regions = regions
+                self._region_cells = region_cells(self.req_to_token, rows, regions)
+        super().init_forward_metadata(forward_batch)
 
     def _fill_kv_indptr_and_indices(
         self,
@@ -67,6 +91,9 @@ class GrkvTritonAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         rows = req_pool_indices[:bs]
         first, lens = self.row_gaps.read_range(rows, seq_lens[:bs])
         indptr = self.kv_indptr[: bs + 1] if kv_indptr is None else kv_indptr
+        if self._regions:
+            self._pack_ordinary(plan, rows, OrdinaryRanges.of(first, lens, self._regions), kv_indices, indptr)
+            return indptr
         indptr[1:] = torch.cumsum(lens, dim=0)
         self.kv_index_translator.pack_read_stream(
             plan, req_pool_indices=rows, seq_lens=lens, indptr=indptr, out=kv_indices, kv_start_idx=first
@@ -84,3 +111,78 @@ class GrkvTritonAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         rows = seq_lens.shape[0]
         physical = self.kv_indptr[1 : rows + 1] - self.kv_indptr[:rows]
         super().get_num_kv_splits(num_kv_splits, physical, uneven_batch)
+
+    def _pack_ordinary(
+        self, plan: KVLocPlan, rows: Tensor, ranges: OrdinaryRanges, kv_indices: Tensor, kv_indptr: Tensor
+    ) -> None:
+        """The stream of a batch without the columns of its regions: each range is packed like a row."""
+        ends = torch.cumsum(ranges.lens, dim=0).to(kv_indptr.dtype)
+        indptr = torch.nn.functional.pad(ends, (1, 0))
+        self.kv_index_translator.pack_read_stream(
+            plan, req_pool_indices=rows[ranges.request], seq_lens=ranges.lens, indptr=indptr, out=kv_indices,
+            kv_start_idx=ranges.first,
+        )  # fmt: skip
+        kv_indptr[1:] = ends[ranges.last]
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As SGLang's, then the regions."""
+        if not self._region_cells:
+            output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
+            return output
+        by_split = self.forward_metadata.attn_lse
+        by_split.fill_(-torch.inf)  # splits that a row does not use are not written
+        # The other decode kernel, for AMD's GPUs, leaves no log-sum-exps.
+        lean = self.enable_lean_attention
+        self.enable_lean_attention = False
+        try:
+            output = super().forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
+        finally:
+            self.enable_lean_attention = lean
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        lse = torch.logsumexp(by_split[: queries.shape[0]], dim=-1)
+        heads = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+        return self._with_regions(queries, heads, lse, layer).view_as(output)
+
+    def _forward_extend_kernel(self, layer: RadixAttention, *args: Any, **kwargs: Any) -> Any:
+        """As SGLang's, whose arguments begin with queries, new keys and values, and the output; then the
+        regions."""
+        if not self._region_cells:
+            return super()._forward_extend_kernel(layer, *args, **kwargs)
+        queries, _, _, output = args[:4]
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        super()._forward_extend_kernel(layer, *args, lse_extend=lse, **kwargs)
+        metadata = self.forward_metadata
+        merged = self._with_regions(
+            queries, output, lse, layer, q_indptr=metadata.qo_indptr, max_queries=metadata.max_extend_len
+        )
+        return output.copy_(merged)
+
+    def _with_regions(
+        self, queries: Tensor, output: Tensor, lse: Tensor, layer: RadixAttention, **given: Any
+    ) -> Tensor:
+        """Attention over the ordinary columns, [T, Hq, dv] and its log-sum-exp [T, Hq], merged with that over
+        the regions, all of which every query sees. `given`: see `ragged_attention`."""
+        pool = self.token_to_kv_pool
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        for region in self._region_cells:
+            more, more_lse = ragged_attention(
+                queries.contiguous(),
+                keys.view(-1, keys.shape[-1]),
+                values.view(-1, values.shape[-1]),
+                region.cells,
+                region.indptr[layer.layer_id],
+                n_kv_heads=keys.shape[1],
+                scale=layer.scaling,
+                **given,
+            )
+            output, lse = merge_states(output, lse, more, more_lse)
+        return output

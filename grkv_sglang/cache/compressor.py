@@ -27,7 +27,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
-from grkv_sglang.attention.ragged import pack_heads
+from grkv_sglang.attention.ragged import (
+    RaggedRegion,
+    ordinary_ranges,
+    pack_heads,
+    pad_heads,
+    unpack_heads,
+)
 from grkv_sglang.cache.span import SpanOrigin
 from grkv_sglang.core import (
     CUE_TOKENS,
@@ -91,6 +97,8 @@ class SpanSource:
     """Ranges of positions in the prompt whose tokens are kept as they are."""
     ancestor_slots: Tensor
     """[p], slots of everything before the span; all are visible to every query of the span."""
+    ancestor_regions: tuple[RaggedRegion, ...] = ()
+    """Which of `ancestor_slots`, as columns, hold other tokens for each head."""
 
     @property
     def end_tokens(self) -> int:
@@ -113,9 +121,50 @@ class SpanSource:
         return torch.cat([self.merged_slots, self.slots])
 
     @cached_property
-    def path_slots(self) -> Tensor:
-        """[p + j + k], from the sequence's start to the span's end."""
-        return torch.cat([self.ancestor_slots, self.candidates])
+    def path(self) -> PathKV:
+        """From the sequence's start to the span's end."""
+        return self.path_with(self.candidates)
+
+    def path_with(self, slots: Tensor) -> PathKV:
+        """What lies before the span, then these slots of it."""
+        before, regions = self.ancestor_slots, self.ancestor_regions
+        ordinary = [before[first:end] for first, end in ordinary_ranges(0, before.numel(), regions)]
+        return PathKV(
+            slots=torch.cat([*ordinary, slots]),
+            n_before=sum(part.numel() for part in ordinary),
+            regions=tuple((before[r.first_column : r.end_column], r.counts) for r in regions),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PathKV:
+    """Cached KV in the order in which a probe looks at it: regions of older spans whose heads hold tokens of
+    their own, other slots before the span, the span's."""
+
+    slots: Tensor
+    """Int64, those that hold a token for every head."""
+    n_before: int
+    """How many of them lie before the span."""
+    regions: tuple[tuple[Tensor, Tensor], ...]
+    """Slots and counts [layers, Hkv] of each region."""
+
+    def gather(self, buffer: Tensor, layer_id: int) -> Tensor:
+        """[p' + n, Hkv, d] out of a layer's keys or values: where a head holds fewer tokens of the regions
+        than others, rows of zeros."""
+        rows = _by_head(buffer, self.slots)
+        if not self.regions:
+            return rows
+        regions = [unpack_heads(buffer.index_select(0, s), counts[layer_id]) for s, counts in self.regions]
+        return torch.cat([pad_heads(regions), rows])
+
+    def held(self, layer_id: int) -> Tensor | None:
+        """[Hkv, p'] bool, which head holds a token in a gathered row before the span; None: every head."""
+        if not self.regions:
+            return None
+        counts = torch.stack([counts[layer_id] for _, counts in self.regions]).sum(dim=0)
+        column = torch.arange(int(counts.max()) + self.n_before)
+        held = (column < counts.unsqueeze(1)) | (column >= counts.max())
+        return held.to(self.slots.device)
 
 
 class Compressor:
@@ -302,8 +351,8 @@ class Compressor:
         source = work.source
         keys = self._pool.get_key_buffer(layer_id)
         values = self._pool.get_value_buffer(layer_id)
-        n_before = source.ancestor_slots.numel()
-        path_keys, path_values = (_by_head(buffer, source.path_slots) for buffer in (keys, values))
+        path_keys, path_values = (source.path.gather(buffer, layer_id) for buffer in (keys, values))
+        n_before = len(path_keys) - source.num_candidates
         queries, scale = work.probe.queries[layer_id]
         result = compress_layer(
             LayerInputs(
@@ -313,6 +362,7 @@ class Compressor:
                 scale=scale,
                 ancestor_keys=path_keys[:n_before] if n_before else None,
                 ancestor_values=path_values[:n_before] if n_before else None,
+                ancestor_held=source.path.held(layer_id),
                 output_projection=self._output_projections.get(layer_id),
                 passes={kind: results.statistics(layer_id) for kind, results in work.results.items()},
                 pass_queries={
@@ -489,14 +539,14 @@ def _copied(started: float) -> SpanOrigin:
 class _Reader:
     """Some tokens of a forward pass over a cached prefix, and what is noted of their attention."""
 
-    slots: Tensor
-    """[s] int64, what they attend to, in the pool."""
+    path: PathKV
+    """What they attend to, in the pool."""
 
     def attend(
         self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """[m, Hq, dv] for queries [m, Hq, d] and their own k and v, over keys and values [s, Hkv, ...] of
-        `slots`."""
+        `path`."""
         raise NotImplementedError
 
 
@@ -537,11 +587,12 @@ class _CachedAttention:
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         split = (tensor.split(self._sizes) for tensor in (queries, k, v))
         outputs = []
-        gathered: tuple[Tensor, Tensor, Tensor] | None = None
+        gathered: tuple[PathKV, Tensor, Tensor] | None = None
         for reader, *own in zip(self._readers, *split, strict=True):
             # Gathering a long prefix costs as much as attending to it: once for readers of the same slots.
-            if gathered is None or gathered[0] is not reader.slots:
-                gathered = reader.slots, *(_by_head(buffer, reader.slots) for buffer in buffers)
+            if gathered is None or gathered[0] is not reader.path:
+                keys, values = (reader.path.gather(buffer, layer.layer_id) for buffer in buffers)
+                gathered = reader.path, keys, values
             outputs.append(reader.attend(layer, *own, *gathered[1:]))
         return torch.cat(outputs).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
 
@@ -558,15 +609,13 @@ class _Probe(_Reader):
         """Layer id -> attention of the plan's scoring window queries."""
         self.held_out: dict[int, Tensor] = {}
         """Layer id -> [k, Hq, dv], attention of the held-out queries where they are used."""
-        self.slots = source.path_slots
-        device = self.slots.device
+        self.path = source.path
+        device = self.path.slots.device
         self._n_tokens = source.num_candidates
         self._in_window = plan.score_window.to(device)
         self._window_positions = plan.positions[plan.score_window]
-        others = plan.positions[~plan.score_window]
-        visible = torch.arange(self._n_tokens, device=device) <= others.to(device)[:, None]
-        before = visible.new_ones(len(others), source.ancestor_slots.numel())
-        self._mask = torch.cat([before, visible], dim=1)
+        others = plan.positions[~plan.score_window].to(device)
+        self._visible = torch.arange(self._n_tokens, device=device) <= others[:, None]
         self._held_out = plan.held_out.to(device)
         self._to_the_end = self._n_tokens - 1 - plan.positions[plan.held_out]
         self._rotary = rotary
@@ -582,8 +631,8 @@ class _Probe(_Reader):
             moved.append(rotate_forward(queries[self._held_out].float(), self._to_the_end, self._rotary))
         self.window[layer.layer_id], of_others = attend_probe(
             queries[self._in_window], torch.cat([others.float(), *moved]), keys, values,
-            positions=self._window_positions, visible=self._mask, n_tokens=self._n_tokens,
-            scale=layer.scaling,
+            positions=self._window_positions, visible=self._visible, n_tokens=self._n_tokens,
+            scale=layer.scaling, held=self.path.held(layer.layer_id),
         )  # fmt: skip
         output = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
         output[self._in_window] = self.window[layer.layer_id].output.to(output.dtype)
@@ -600,10 +649,10 @@ class _PassReader(_Reader):
     def __init__(self, source: SpanSource, results: PassResults, chunk: PassChunk) -> None:
         self._n_tokens = source.num_candidates
         self._results, self._chunk = results, chunk
-        self.slots = source.path_slots
-        attended = chunk.attended_tokens(self.slots.device)
+        self.path = source.path
+        attended = chunk.attended_tokens(self.path.slots.device)
         if attended is not None:
-            self.slots = torch.cat([source.ancestor_slots, source.candidates[attended]])
+            self.path = source.path_with(source.candidates[attended])
 
     def attend(
         self, layer: RadixAttention, queries: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
@@ -618,6 +667,7 @@ class _PassReader(_Reader):
             values=values,
             n_tokens=self._n_tokens,
             scale=layer.scaling,
+            held=self.path.held(layer.layer_id),
         )
         return output.to(queries.dtype)
 

@@ -147,9 +147,16 @@ class PathFacts:
     @property
     def regions(self) -> tuple[RaggedRegion, ...]:
         """The columns of a row for this path whose slots hold other tokens for each head."""
+        return self._regions(self.logical_tokens)
+
+    @property
+    def physical_regions(self) -> tuple[RaggedRegion, ...]:
+        """The same among the path's slots alone, without a gap in front."""
+        return self._regions(self.logical_tokens - self.gap)
+
+    def _regions(self, end: int) -> tuple[RaggedRegion, ...]:
         return tuple(
-            RaggedRegion(self.logical_tokens - behind, size, counts)
-            for behind, size, counts in reversed(self.ragged)
+            RaggedRegion(end - behind, size, counts) for behind, size, counts in reversed(self.ragged)
         )
 
 

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from torch import Tensor
 
+from grkv_sglang.attention.ragged import RaggedRegion
 from grkv_sglang.attention.rows import physical_slots
 from grkv_sglang.cache.compressor import Compression, CompressionError, Compressor, SpanSource
 from grkv_sglang.cache.counters import Counters
@@ -64,6 +65,8 @@ class _InFlight:
     covered: int
     """Where the job's own tokens start; everything before is `before`."""
     before: Tensor
+    before_regions: tuple[RaggedRegion, ...]
+    """Which of `before`, as columns, hold other tokens for each head."""
     exact: Tensor
     """Slots of the exact tokens, from `exact_start` to the job's end."""
     exact_start: int
@@ -194,11 +197,6 @@ class CompressionWork:
         if shared_end is not None:
             return self._open(replace(job, token_ids=job.token_ids[:shared_end]))
         facts = path_facts(node)
-        if facts.ragged:
-            # A probe gathers what lies before it slot by slot, the same slots for every head.
-            self._counters.compressions_skipped["behind_per_head"] += 1
-            self._cool(job)
-            return None
         exact_start = facts.last_span_end
         if exact_start == len(key):  # by spans that the acceptance of this job does not take
             self._counters.compressions_skipped["exists"] += 1
@@ -237,6 +235,7 @@ class CompressionWork:
             parts=deque(parts),
             covered=covered,
             before=physical_slots(tree.path_device_indices(base)),
+            before_regions=path_facts(base).physical_regions,
             exact=torch.cat(below[::-1]),
             exact_start=exact_start,
             merged=merged,
@@ -274,6 +273,8 @@ class CompressionWork:
             origin = span.origin
             keeps = job.budget.slots(len(span.key), self._tree.page_size)
             if origin.shared or origin.forced or span.pinned or span.num_slots < keeps:
+                break
+            if span.counts is not None:  # its slots are not one candidate each, but one per head
                 break
             if origin.generation >= self._config.max_generations:
                 break
@@ -356,6 +357,7 @@ class CompressionWork:
             merged_slots=self._slots_of(flight.merged),
             protected=job.protected,
             ancestor_slots=torch.cat([flight.before, flight.exact[: max(0, start - flight.exact_start)]]),
+            ancestor_regions=flight.before_regions,
         )
         flight.new_slots = self._allocate(n_slots, may_evict=job.reason != "pressure")
         if job.forced == "none":

@@ -96,7 +96,8 @@ def attend(
         values: [Hkv, n, dv].
         scale: factor on the logits.
         visible: bool, which query may see which key: [m, n], or [Hkv, m, n] where heads hold different
-            keys; None when all is visible. Every head of a group sees the same.
+            keys ([Hkv, 1, n]: the same for every query); None when all is visible. Every head of a group
+            sees the same.
         beside: attention of the same rows over a disjoint key set, to be joined in.
 
     Returns:

@@ -45,6 +45,7 @@ def attend_probe(
     visible: Tensor,
     n_tokens: int,
     scale: float,
+    held: Tensor | None = None,
 ) -> tuple[WindowAttention, Tensor]:
     """What a probe computes for its queries in any case, kept so that nothing computes it again.
 
@@ -54,13 +55,13 @@ def attend_probe(
     Args:
         window: [m, Hq, d] post-RoPE queries that score as the window; there may be none.
         others: [k, Hq, d], any others.
-        keys, values: [p + n, Hkv, ...] of what lies before the span, all visible to the window, and then of
-            the span.
+        keys, values: [p + n, Hkv, ...] of what lies before the span, all visible, and then of the span.
         positions: [m] int64, where the window's queries are in the span, ascending.
-        visible: [j, p + n] bool, what each of the first j others sees, one key at least; those behind them
-            see everything.
+        visible: [j, n] bool, what of the span each of the first j others sees, one token at least; those
+            behind them see all of it.
         n_tokens: n.
         scale: factor on the logits.
+        held: [Hkv, p] bool, which head holds a token in a row before the span; None: every head in each.
 
     Returns:
         Of the window queries, and the outputs [k, Hq, dv] of the others in float32.
@@ -83,8 +84,10 @@ def attend_probe(
         tail = by_query[:, :in_window, :, n_before + first :]
         tail.masked_fill_(hidden[at : at + in_window].unsqueeze(1), -torch.inf)
         of_others = visible[max(0, at - n_window) : max(0, end - n_window)]
-        masked = by_query[:, in_window : in_window + len(of_others)]
+        masked = by_query[:, in_window : in_window + len(of_others), :, n_before:]
         masked.masked_fill_(~of_others.unsqueeze(1), -torch.inf)
+        if held is not None:
+            logits[..., :n_before].masked_fill_(~held[heads].unsqueeze(1), -torch.inf)
         weights = logits.softmax(dim=-1)
         output[heads, some] = torch.bmm(weights, values[heads])
         if in_window:
@@ -111,6 +114,8 @@ class LayerInputs:
         ancestor_keys: [p, Hkv, d] cached tokens before the span, all visible to every query; None or
             p = 0 when there are none.
         ancestor_values: [p, Hkv, dv], given exactly when `ancestor_keys` is.
+        ancestor_held: [Hkv, p] bool, which head holds a token in a row of these two (the others' rows are not
+            looked at, but finite); None: every head in each.
         output_projection: [hidden, Hq * dv], for selection methods that need it.
         passes: by kind, what the profile's passes left of this layer.
         pass_queries: by kind, [k, Hq, d] post-RoPE queries out of a pass, from behind the span; those that
@@ -128,6 +133,7 @@ class LayerInputs:
     scale: float
     ancestor_keys: Tensor | None = None
     ancestor_values: Tensor | None = None
+    ancestor_held: Tensor | None = None
     output_projection: Tensor | None = None
     passes: Mapping[PassKind, PassStatistics] = field(default_factory=dict)
     pass_queries: Mapping[PassKind, Tensor] = field(default_factory=dict)
@@ -234,20 +240,24 @@ class _Rows:
         queries: [Hkv, N, d] float32 query rows.
         positions: [m] int64, the last token of the span that each query sees.
         see_all: every query sees the whole span.
-        ancestors: keys [Hkv, p, d] and values [Hkv, p, dv] before the span, if there are any.
+        ancestors: keys [Hkv, p, d] and values [Hkv, p, dv] before the span, if there are any, and which of
+            them each head has: [Hkv, 1, p] bool, None for all.
         scale: factor on the logits.
     """
 
     queries: Tensor
     positions: Tensor
     see_all: bool
-    ancestors: tuple[Tensor, Tensor] | None
+    ancestors: tuple[Tensor, Tensor, Tensor | None] | None
     scale: float
 
     @cached_property
     def beside(self) -> Partial | None:
         """Their attention over the ancestors."""
-        return None if self.ancestors is None else attend(self.queries, *self.ancestors, scale=self.scale)
+        if self.ancestors is None:
+            return None
+        keys, values, held = self.ancestors
+        return attend(self.queries, keys, values, scale=self.scale, visible=held)
 
     def concatenated(self, others: Sequence[_Rows]) -> _Rows:
         parts = (self, *others)
@@ -291,10 +301,11 @@ class _Layer:
         self.scale = inputs.scale
         self.group = inputs.queries.shape[1] // inputs.keys.shape[1]
         self._queries = inputs.queries
-        self._ancestors: tuple[Tensor, Tensor] | None = None
+        self._ancestors: tuple[Tensor, Tensor, Tensor | None] | None = None
         keys, values = inputs.ancestor_keys, inputs.ancestor_values
         if keys is not None and values is not None and len(keys):
-            self._ancestors = keys.transpose(0, 1).float(), values.transpose(0, 1).float()
+            held = None if inputs.ancestor_held is None else inputs.ancestor_held.unsqueeze(1)
+            self._ancestors = keys.transpose(0, 1).float(), values.transpose(0, 1).float(), held
         self._positions = plan.positions
         self._profile = profile
         self._inputs = inputs
@@ -640,6 +651,13 @@ def _check(inputs: LayerInputs, plan: QueryPlan, scorer: Scorer, n_slots: int) -
             raise ValueError(
                 f"expected ancestor keys and values {expected}, "
                 f"got {list(inputs.ancestor_keys.shape)} and {list(inputs.ancestor_values.shape)}"
+            )
+    held = inputs.ancestor_held
+    if held is not None:
+        p = 0 if inputs.ancestor_keys is None else inputs.ancestor_keys.shape[0]
+        if held.shape != (n_kv_heads, p) or held.dtype != torch.bool:
+            raise ValueError(
+                f"expected ancestor_held [{n_kv_heads}, {p}] bool, got {list(held.shape)} {held.dtype}"
             )
     if not 1 <= n_slots <= n_tokens:
         raise ValueError(f"expected between 1 and {n_tokens} slots for {n_tokens} tokens, got {n_slots}")

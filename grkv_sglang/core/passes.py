@@ -162,6 +162,7 @@ class PassResults:
         values: Tensor,
         n_tokens: int,
         scale: float,
+        held: Tensor | None = None,
     ) -> Tensor:
         """Attention of a chunk in one layer; counts its weights over the span.
 
@@ -174,6 +175,7 @@ class PassResults:
                 tokens that the chunk attends to (`PassChunk.attended_tokens`).
             n_tokens: n, of the whole span.
             scale: factor on the logits.
+            held: [Hkv, p] bool, which head holds a token in a row before the span; None: every head in each.
 
         Returns:
             [q, Hq, dv] float32.
@@ -209,6 +211,8 @@ class PassResults:
             first, last = some.start // group, some.stop // group
             by_query = logits[..., masked].unflatten(1, (-1, group))
             by_query.masked_fill_(~visible[first:last].unsqueeze(1), -torch.inf)
+            if held is not None:
+                logits[..., : span.start].masked_fill_(~held[heads].unsqueeze(1), -torch.inf)
             weights = logits.softmax(dim=-1)
             output[heads, some] = torch.bmm(weights[..., :n_cached], by_head[0][1][heads])
             if looked_at_all:

@@ -92,7 +92,7 @@ class TableWork:
         failure, self.compressor.fail_next = self.compressor.fail_next, None
         self._fail(failure)
         self.layers += max_layers
-        self.compressor.write(self.source, self.new_slots)
+        self.compressor.write(self.source, self.new_slots, self.counts)
 
     @staticmethod
     def _fail(reason: str | None) -> None:
@@ -118,6 +118,8 @@ class TableCompressor:
         self.fail_probe: str | None = None
         self.fail_chunk: str | None = None
         self.quality = 0.9
+        self.packed: dict[int, tuple[Any, int]] = {}
+        """Of slots whose heads hold tokens of their own: the span's counts, and which of its slots it is."""
         self.num_chunks = 0
         """Of passes, of the compressions begun from now on."""
         self.calls = self.chunks_done = 0
@@ -143,15 +145,20 @@ class TableCompressor:
 
     def copy_packed(self, source: SpanSource, new_slots: torch.Tensor) -> tuple[SpanOrigin, torch.Tensor]:
         counts = torch.full((self.num_layers, self.num_kv_heads), new_slots.numel())
-        return self.copy(source, new_slots), counts
+        origin = self.copy(source, new_slots)
+        self.write(source, new_slots, counts)
+        return origin, counts
 
     def counts(self, num_slots: int) -> torch.Tensor:
         """[layers, Hkv]: one head more and the other less, in each layer otherwise."""
         more = torch.arange(self.num_layers).clamp(max=num_slots)
         return torch.stack([num_slots + more, num_slots - more], dim=1)
 
-    def write(self, source: SpanSource, new_slots: torch.Tensor) -> None:
+    def write(self, source: SpanSource, new_slots: torch.Tensor, counts: torch.Tensor | None = None) -> None:
         for i, slot in enumerate(new_slots.tolist()):
+            self.packed.pop(slot, None)
+            if counts is not None:
+                self.packed[slot] = counts.tolist(), i
             self.allocator.content[slot] = (
                 "kept", source.start_tokens, source.end_tokens, tuple(source.token_ids), i
             )  # fmt: skip
@@ -169,6 +176,20 @@ class TableCompressor:
             assert tokens[source.exact_start_tokens :] == tuple(source.token_ids[: i + 1])
         for slot in [*source.ancestor_slots.tolist(), *source.merged_slots.tolist()]:
             assert slot in self.allocator.content, "a slot that is read was freed"
+        before = source.ancestor_slots.tolist()
+        noted: list[tuple[Any, int] | None] = [None] * len(before)
+        for region in source.ancestor_regions:
+            for i in range(region.num_slots):
+                noted[region.first_column + i] = region.counts.tolist(), i
+        kinds = [self.allocator.content[slot][0] for slot in before]
+        assert noted == [
+            self.packed.get(slot) if kind == "kept" else None
+            for slot, kind in zip(before, kinds, strict=True)
+        ]
+        assert not any(
+            self.allocator.content[slot][0] == "kept" and slot in self.packed
+            for slot in source.merged_slots.tolist()
+        ), "a merge takes slots that are no candidates for every head"
 
 
 class Clock(Ranks):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from torch import nn
 
 from grkv_sglang.cache.compressor import CHUNK_TOKENS, CompressionError, Compressor, SpanSource, _Probe
 from grkv_sglang.core import PassChunk, Profile, get_profile, plan_queries, span_chunks
@@ -37,17 +36,14 @@ def source(n_merged: int = 0) -> SpanSource:
     )
 
 
-class Model(nn.Module):
-    """A model of one layer, as far as profiles look at it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rotary_emb = nn.Module()
-        self.rotary_emb.cos_sin_cache = torch.zeros(4, 8)
-        self.rotary_emb.rotary_dim, self.rotary_emb.is_neox_style = 8, True
-        self.attn = nn.Module()
-        self.attn.tp_q_head_num, self.attn.v_head_dim, self.attn.layer_id = 2, 8, 0
-        self.o_proj = nn.Linear(16, 16, bias=False)
+def model_of_one_layer() -> SimpleNamespace:
+    """As far as profiles look at a model."""
+    layer = SimpleNamespace(
+        rotary_emb=SimpleNamespace(cos_sin_cache=torch.zeros(4, 8), rotary_dim=8, is_neox_style=True),
+        attn=SimpleNamespace(tp_q_head_num=2, v_head_dim=8, layer_id=0),
+        o_proj=torch.nn.Linear(16, 16, bias=False),
+    )
+    return SimpleNamespace(modules=lambda: [layer])
 
 
 def with_scorer(scorer: str, fit_repetition: int = 0) -> Profile:
@@ -115,7 +111,7 @@ def test_requests_fit_behind_the_prefix():
 
 @pytest.mark.parametrize("name", ["per_head", "release_per_head"])
 def test_budgets_per_head_are_refused_where_the_server_does_not_hold_them(name: str):
-    runner: Any = SimpleNamespace(token_to_kv_pool=None, model=Model(), lora_manager=None)
+    runner: Any = SimpleNamespace(token_to_kv_pool=None, model=model_of_one_layer(), lora_manager=None)
     assert Compressor(runner, PROMPTS).check_profile(name) is get_profile(name)
     refusing = Compressor(runner, PROMPTS, "is not held here; use 'default'")
     with pytest.raises(ValueError, match=f"^profile '{name}' is not held here; use 'default'$"):
@@ -127,7 +123,7 @@ def test_budgets_per_head_are_refused_where_the_server_does_not_hold_them(name: 
 
 
 def test_budgets_per_layer_are_refused(monkeypatch: pytest.MonkeyPatch):
-    runner: Any = SimpleNamespace(token_to_kv_pool=None, model=Model(), lora_manager=None)
+    runner: Any = SimpleNamespace(token_to_kv_pool=None, model=model_of_one_layer(), lora_manager=None)
     monkeypatch.setattr("grkv_sglang.cache.compressor.get_profile", with_scorer)
     with pytest.raises(ValueError, match=r"'pyramidkv', whose budgets differ .*'default'"):
         Compressor(runner, PROMPTS).check_profile("pyramidkv")

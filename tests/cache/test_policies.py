@@ -699,17 +699,27 @@ def test_a_request_knows_where_heads_hold_tokens_of_their_own():
     assert all(h.gaps.regions_of(row) == () for row in range(9))
 
 
-def test_nothing_is_compressed_behind_budgets_per_head():
-    h = Harness(num_slots=300, row_tokens=100, profile="per_head", cooldown_requests=1)
-    h.run([*DOC, 7], {"prefix_end_tokens": 12})
-    for _ in range(2):
-        h.run([*DOC, *LONG[:20], 7], {"prefix_end_tokens": 32, "profile": "paper"})
-        assert ranges(h) == [(0, 12, 5)]
-    assert h.cache.counters.compressions_skipped == {"behind_per_head": 2}
-    assert h.cache.counters.compressions_failed == {}
-    # It stays exact, and is used.
-    assert h.submit([*DOC, *LONG[:20], 8]).prefix_len == 32
-    h.check()
+def test_a_chat_is_compressed_behind_budgets_per_head_but_never_merges_them():
+    """What a compression is told of the slots before it is checked by `TableCompressor`."""
+    h = Harness(num_slots=300, row_tokens=200, profile="per_head", merge_after_spans=2)
+    chat(h, 5)
+    spans = sorted(h.cache.spans(), key=lambda s: s.start_tokens)
+    assert len(spans) >= 3
+    assert all(span.counts is not None and not span.replaces for span in spans)
+    for before, after in pairwise(spans):
+        assert after.parent is before
+    # Behind one of them even spans are merged as always: the run ends at it.
+    mixed = Harness(num_slots=400, row_tokens=400, merge_after_spans=2, budget=0.34)
+    history = [*DOC, *DOC]
+    mixed.run([*history, 7], {"prefix_end_tokens": 24, "profile": "per_head"})
+    for turn in range(5):
+        req = mixed.run([*history, *(1 + (turn + i * i) % 3 for i in range(20))])
+        history = list(req.full_untruncated_fill_ids)
+        mixed.check()
+    merged = [span for span in mixed.cache.spans() if span.replaces]
+    assert merged
+    assert all(old.counts is None for span in merged for old in span.replaces)
+    assert min(span.start_tokens for span in merged) == 24
 
 
 def test_private_spans_are_merged_into_the_next_one():

@@ -432,9 +432,9 @@ def test_what_a_probe_knows_of_the_window_changes_nothing(name: str, p: int) -> 
     known, of_held_out = attend_probe(
         inputs.queries[plan.score_window], held_out, keys, values,
         positions=plan.positions[plan.score_window], n_tokens=len(inputs.keys), scale=inputs.scale,
-        visible=torch.ones(0, p + 41, dtype=torch.bool)
+        visible=torch.ones(0, 41, dtype=torch.bool)
         if made.profile.rerotate
-        else torch.arange(-p, 41) <= plan.positions[plan.held_out][:, None],
+        else torch.arange(41) <= plan.positions[plan.held_out][:, None],
     )  # fmt: skip
     output, weights = naive_attention(
         inputs.queries[plan.score_window].double(),
@@ -486,7 +486,7 @@ def test_attention_of_a_probe(
     seen = torch.tensor([11, 0, 22])[:j]
     found, of_others = attend_probe(
         window, others, keys, values,
-        positions=positions, visible=torch.arange(-p, n) <= seen[:, None], n_tokens=n, scale=0.4,
+        positions=positions, visible=torch.arange(n) <= seen[:, None], n_tokens=n, scale=0.4,
     )  # fmt: skip
     last = [p + at for at in positions.tolist()]
     output, weights = naive_attention(window, keys, values, scale=0.4, last_seen=last)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -26,9 +28,14 @@ def stream(metadata):
 
 def stock_splits(backend, requests):
     """What SGLang itself would do with rows of the physical lengths."""
-    lens = torch.tensor([r.seq_len - r.gap for r in requests])
-    splits = torch.zeros(len(requests), dtype=torch.int32)
-    TritonAttnBackend.get_num_kv_splits(backend, splits, lens, torch.zeros(1, dtype=torch.int32))
+    return splits_of(backend, [r.seq_len - r.gap for r in requests])
+
+
+def splits_of(backend, lens):
+    splits = torch.zeros(len(lens), dtype=torch.int32)
+    TritonAttnBackend.get_num_kv_splits(
+        backend, splits, torch.tensor(lens), torch.zeros(1, dtype=torch.int32)
+    )
     return splits.tolist()
 
 
@@ -51,6 +58,23 @@ def test_eager(page_size, seed):
     metadata = backend.forward_metadata
     assert stream(metadata) == expected_stream(table, requests, prefix_only=False)
     assert metadata.num_kv_splits.tolist() == stock_splits(backend, requests)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("seed", range(6))
+def test_columns_that_hold_other_tokens_for_each_head_are_left_out(page_size, seed):
+    backend, world = make(page_size, seed)
+    table = backend.req_to_token
+    for prefix_only, mode in ((True, ForwardMode.EXTEND), (False, ForwardMode.DECODE)):
+        requests = world.requests(1 + seed % 5, new=None if prefix_only else 1)
+        # All that a prefix has may be such columns; some requests have none.
+        regions = [world.regions(r, 1) if i != 1 else () for i, r in enumerate(requests)]
+        backend.init_forward_metadata(world.batch(requests, mode))
+        want = expected_stream(table, requests, prefix_only=prefix_only, regions=regions)
+        assert stream(backend.forward_metadata) == want
+        if not prefix_only:
+            lens = [end - start for start, end in pairwise(want[0])]
+            assert backend.forward_metadata.num_kv_splits.tolist() == splits_of(backend, lens)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -21,14 +21,19 @@ from tests.attention.interpreted.world import (
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 
 
-def make(page_size, dtype, seed):
+def make(page_size, dtype, seed, layers=1):
     """Both backends on one pool: its unused slots, the dummy among them, hold NaN."""
-    runner = model_runner(page_size, dtype)
+    runner = model_runner(page_size, dtype, layers)
     backends = GrkvTritonAttnBackend(runner), GrkvTorchAttnBackend(runner)
     assert backends[0].row_gaps is backends[1].row_gaps
-    for buffer in runner.token_to_kv_pool.get_kv_buffer(0):
-        buffer.fill_(torch.nan)
-    return *backends, World(runner, seed), RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
+    for layer in range(layers):
+        for buffer in runner.token_to_kv_pool.get_kv_buffer(layer):
+            buffer.fill_(torch.nan)
+    return (
+        *backends,
+        World(runner, seed),
+        RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layers - 1),
+    )
 
 
 def fill(world, requests, *, prefix_only):
@@ -37,8 +42,10 @@ def fill(world, requests, *, prefix_only):
     for request in requests:
         end = request.prefix if prefix_only else request.seq_len
         slots = table[request.row, request.gap : end].long()
-        for buffer in world.runner.token_to_kv_pool.get_kv_buffer(0):
-            buffer[slots] = torch.randn(slots.numel(), KV_HEADS, HEAD_DIM).to(buffer.dtype)
+        pool = world.runner.token_to_kv_pool
+        for layer in range(pool.layer_num):
+            for buffer in pool.get_kv_buffer(layer):
+                buffer[slots] = torch.randn(slots.numel(), KV_HEADS, HEAD_DIM).to(buffer.dtype)
 
 
 def random_qkv(num, dtype):
@@ -82,6 +89,39 @@ def test_decode(dtype, page_size, seed):
         backend.init_forward_metadata(batch)
     got, want = (backend.forward_decode(q, k, v, layer, batch) for backend in (triton, torch_))
     assert_same(got, want, dtype)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+@pytest.mark.parametrize(("page_size", "seed", "dtype"), [(1, 3, torch.float32), (16, 4, torch.float16)])
+def test_heads_that_hold_tokens_of_their_own(mode, page_size, seed, dtype):
+    """Rows with regions beside rows with none, then a batch without any on the same server."""
+    triton, torch_, world, layer = make(page_size, dtype, seed, layers=2)
+    torch.manual_seed(seed)
+    new = 1 if mode is ForwardMode.DECODE else None
+    requests = world.requests(5, new=new)
+    fill(world, requests, prefix_only=True)
+    regions = [world.regions(request, layers=2) for request in requests[:-1]]
+    assert max(map(len, regions)) > 1
+
+    def both(some):
+        batch = world.batch(some, mode)
+        q, k, v = random_qkv(sum(r.new for r in some), dtype)
+        for backend in (triton, torch_):
+            backend.init_forward_metadata(batch)
+        forward = "forward_decode" if new else "forward_extend"
+        return [getattr(backend, forward)(q, k, v, layer, batch) for backend in (triton, torch_)]
+
+    torch.manual_seed(99)
+    got, want = both(requests)
+    assert_same(got, want, dtype)
+    got, even = both(requests[-1:])
+    assert triton._region_cells == []
+    assert_same(got, even, dtype)
+    # The same slots and queries, read as those of even spans, give something else.
+    for request in requests:
+        world.runner.req_to_token_pool.grkv_row_gaps.set(request.row, request.gap)
+    torch.manual_seed(99)
+    assert not torch.allclose(both(requests)[1], want, atol=0.1)
 
 
 def test_decode_from_what_a_graph_captured():

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from grkv_sglang import plugin
+from grkv_sglang.attention.ragged import RaggedRegion
 from grkv_sglang.attention.rows import prefix_row
 
 NUM_ROWS = 6
@@ -29,12 +30,14 @@ UNWRITTEN = 999_999_999
 """What columns hold that no request has reached: a slot that does not exist."""
 
 
-def model_runner(page_size: int, dtype: torch.dtype = torch.float32, **changes: Any) -> SimpleNamespace:
+def model_runner(
+    page_size: int, dtype: torch.dtype = torch.float32, layers: int = 1, **changes: Any
+) -> SimpleNamespace:
     """The parts of SGLang's ModelRunner that attention backends look at; pools and translator are real."""
     pool = ReqToTokenPool(NUM_ROWS, ROW_TOKENS, "cpu", False)
     pool.req_to_token[1:] = UNWRITTEN
     slots = (NUM_ROWS + 1) * 2 * ROW_TOKENS
-    kv = MHATokenToKVPool(slots, page_size, dtype, KV_HEADS, HEAD_DIM, 1, "cpu", False)
+    kv = MHATokenToKVPool(slots, page_size, dtype, KV_HEADS, HEAD_DIM, layers, "cpu", False)
     allocator = SimpleNamespace(get_kvcache=lambda: kv, page_size=page_size)
     translator = KVIndexTranslator(
         req_to_token=pool.req_to_token, token_to_kv_pool_allocator=allocator, token_to_kv_pool=kv,
@@ -108,6 +111,23 @@ class World:
         if request.row != 0:
             self.runner.req_to_token_pool.grkv_row_gaps.set(request.row, request.gap)
 
+    def regions(self, request: Request, layers: int) -> tuple[RaggedRegion, ...]:
+        """Draw regions anywhere in the request's prefix, next to each other or not, and note them for its
+        row: the same slots, read head by head. Some heads have nothing."""
+        draw = self.random
+        column = request.gap + draw.randint(0, 2)
+        made: list[RaggedRegion] = []
+        while column < request.prefix and len(made) < 3:
+            size = draw.randint(1, min(12, request.prefix - column))
+            first = [
+                draw.choice([0, size * KV_HEADS, draw.randint(0, size * KV_HEADS)]) for _ in range(layers)
+            ]
+            counts = torch.tensor([[mine, size * KV_HEADS - mine] for mine in first])
+            made.append(RaggedRegion(column, size, counts))
+            column += size + draw.choice([0, 1, 7])
+        self.runner.req_to_token_pool.grkv_row_gaps.set(request.row, request.gap, tuple(made))
+        return tuple(made)
+
     def batch(self, requests: Sequence[Request], mode: ForwardMode, *, noted: bool = True) -> SimpleNamespace:
         """What ``ForwardBatch.init_new`` makes of live requests, as far as backends look at it."""
         rows = torch.tensor([r.row for r in requests])
@@ -172,12 +192,21 @@ def padded(requests: Sequence[Request], lanes: int) -> list[Request]:
     return [*requests, *[Request(row=0, gap=0, prefix=0, new=1)] * (lanes - len(requests))]
 
 
-def expected_stream(table: Tensor, requests: Sequence[Request], *, prefix_only: bool) -> Any:
+def expected_stream(
+    table: Tensor,
+    requests: Sequence[Request],
+    *,
+    prefix_only: bool,
+    regions: Sequence[Sequence[RaggedRegion]] | None = None,
+) -> Any:
     """The reference: indptr and slots of a batch, column by column."""
     indptr, slots = [0], []
-    for request in requests:
+    for index, request in enumerate(requests):
+        inside = (
+            {c for r in regions[index] for c in range(r.first_column, r.end_column)} if regions else set()
+        )
         for column in range(request.prefix if prefix_only else request.seq_len):
-            if column >= request.gap:
+            if column >= request.gap and column not in inside:
                 slots.append(int(table[request.row, column]))
         indptr.append(len(slots))
     assert UNWRITTEN not in slots
