@@ -11,7 +11,15 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from grkv_sglang.cache.compressor import CHUNK_TOKENS, CompressionError, Compressor, SpanSource, _Probe
+from grkv_sglang.attention.ragged import RaggedRegion
+from grkv_sglang.cache.compressor import (
+    CHUNK_TOKENS,
+    CompressionError,
+    Compressor,
+    SpanSource,
+    _CachedAttention,
+    _Probe,
+)
 from grkv_sglang.core import PassChunk, Profile, get_profile, plan_queries, span_chunks
 from grkv_sglang.policy.prompts import PassPrompts, longest_prompt, pass_chunks
 from tests.core.reference import naive_attention, random, rotary_table, rotated
@@ -153,6 +161,103 @@ def test_a_packed_copy_holds_every_token_of_every_head(n_kv_heads: int):
             cells = [buffer[slot, head] for slot in new_slots for head in range(n_kv_heads)]
             rows = [buffer[slot, head] for head in range(n_kv_heads) for slot in slots]
             assert all(torch.equal(a, b) for a, b in zip(cells, rows, strict=True))
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 3])
+def test_what_a_probe_sees_of_spans_whose_heads_hold_tokens_of_their_own(n_kv_heads: int):
+    """Two regions among the ancestors, two layers with other counts: gathered rows head by head."""
+    n_layers, n = 2, 6
+    pool = MHATokenToKVPool(60, 1, torch.float32, n_kv_heads, 4, n_layers, "cpu", False)
+    for layer in range(n_layers):
+        for buffer in pool.get_kv_buffer(layer):
+            buffer.copy_(torch.randn(buffer.shape))
+    before, slots = (torch.randperm(60) + 1).split([11, 49])
+    # Columns 2 to 3 and 4 to 6 of the eleven.
+    counts = {1: ([[2], [2]], [[3], [3]]), 3: ([[6, 0, 0], [1, 2, 3]], [[0, 4, 5], [9, 0, 0]])}[n_kv_heads]
+    regions = tuple(
+        RaggedRegion(first, size, torch.tensor(of_region))
+        for first, size, of_region in zip((2, 4), (2, 3), counts, strict=True)
+    )
+    span = replace(
+        source(), token_ids=range(n), exact_start_tokens=START, slots=slots[:n],
+        ancestor_slots=before, ancestor_regions=regions,
+    )  # fmt: skip
+    for attended in (None, torch.tensor([0, 3, 4])):
+        path = span.path if attended is None else span.path_with(span.candidates[attended])
+        of_span = slots[:n] if attended is None else slots[:n][attended]
+        for layer in range(n_layers):
+            held = path.held(layer)
+            assert held is not None
+            for buffer in pool.get_kv_buffer(layer):
+                rows = path.gather(buffer, layer)
+                n_before = len(rows) - len(of_span)
+                assert held.shape == (n_kv_heads, n_before)
+                assert torch.equal(rows[n_before:], buffer[of_span])
+                assert torch.equal(rows[n_before - 6 : n_before], buffer[before[[0, 1, 7, 8, 9, 10]]])
+                for head in range(n_kv_heads):
+                    expected = []
+                    for region in regions:
+                        at = int(region.counts[layer, :head].sum())
+                        for j in range(at, at + int(region.counts[layer, head])):
+                            slot = before[region.first_column + j // n_kv_heads]
+                            expected.append(buffer[slot, j % n_kv_heads])
+                    expected += [buffer[slot, head] for slot in before[[0, 1, 7, 8, 9, 10]]]
+                    got = rows[:n_before, head][held[head]]
+                    assert torch.equal(got, torch.stack(expected))
+                    assert bool((rows[:n_before, head][~held[head]] == 0).all())
+
+
+def test_without_such_spans_a_probe_sees_the_slots_as_they_are():
+    buffer = torch.randn(700, 2, 4)
+    span = source()
+    assert span.path.held(0) is None
+    assert torch.equal(span.path.gather(buffer, 0), buffer[torch.cat([torch.arange(START), torch.arange(N)])])
+
+
+@pytest.mark.parametrize(("heads", "n_kv_heads"), [(3, 3), (6, 2)])
+def test_the_attention_of_a_probe_behind_such_spans(heads: int, n_kv_heads: int):
+    """Through the backend of the probe's forward pass: window and other queries, each head by itself."""
+    torch.manual_seed(heads)
+    n, dim, layer_id, profile = (
+        60,
+        8,
+        1,
+        replace(get_profile("paper"), n_window=5, fit_window=5, n_held_out=4),
+    )
+    pool = MHATokenToKVPool(120, 1, torch.float32, n_kv_heads, dim, 2, "cpu", False)
+    for buffer in pool.get_kv_buffer(layer_id):
+        buffer.copy_(torch.randn(buffer.shape))
+    before, slots = (torch.randperm(120) + 1).split([20, 100])
+    counts = torch.tensor([[12] * n_kv_heads, [12 + 9, *[12] * (n_kv_heads - 2), 12 - 9]])
+    region = RaggedRegion(3, 12, counts)
+    span = replace(
+        source(), token_ids=range(n), exact_start_tokens=START, slots=slots[:n],
+        ancestor_slots=before, ancestor_regions=(region,),
+    )  # fmt: skip
+    plan = plan_queries(n, profile)
+    probe = _Probe(span, plan)
+    m, group = len(plan.positions), heads // n_kv_heads
+    layer = RadixAttention(heads, dim, 0.3, n_kv_heads, layer_id)
+    queries = torch.randn(m, heads, dim)
+    own = torch.randn(2, m, n_kv_heads, dim)
+    backend = _CachedAttention(pool, [(m, probe)])
+    got = backend.forward(queries.flatten(1), own[0], own[1], layer, None).view(m, heads, dim)
+    keys, values = (buffer.double() for buffer in pool.get_kv_buffer(layer_id))
+    others = [column for column in range(20) if not 3 <= column < 15]
+    for head in range(heads):
+        kv_head = head // group
+        at = int(counts[layer_id, :kv_head].sum())
+        cells = [
+            (int(before[3 + j // n_kv_heads]), j % n_kv_heads)
+            for j in range(at, at + int(counts[layer_id, kv_head]))
+        ]
+        cells += [(int(before[column]), kv_head) for column in others]
+        for i, position in enumerate(plan.positions.tolist()):
+            seen = [*cells, *((int(slot), kv_head) for slot in slots[: position + 1])]
+            index = tuple(zip(*seen, strict=True))
+            logits = keys[index] @ queries[i, head].double() * 0.3
+            expected = logits.softmax(0) @ values[index]
+            torch.testing.assert_close(got[i, head].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_merged_spans():

@@ -70,8 +70,7 @@ SMALL["mixture"] = replace(
     fit_strata=4,
     fit_repetition=7,
 )
-SMALL["ragged"] = replace(SMALL["release"], scorer="critical_adakv")
-EVEN = sorted(set(SMALL) - {"ragged"})
+EVEN = sorted(name for name, profile in SMALL.items() if profile.storage == "even")
 
 
 @dataclass(frozen=True)
@@ -271,7 +270,7 @@ def test_any_layer(
     counts = valid.sum(dim=1)
     width = int(counts.max())
     assert int(counts.sum()) == n_kv_heads * c
-    assert name == "ragged" or counts.tolist() == [c] * n_kv_heads
+    assert profile.storage == "per_head" or counts.tolist() == [c] * n_kv_heads
     assert result.kept.shape == (n_kv_heads, width)
     assert result.kept.dtype == torch.int64
     assert (result.kept < n).all()
@@ -414,7 +413,7 @@ def test_what_a_selection_method_sees(
         torch.testing.assert_close(ctx.attention[kind].double(), expected, rtol=1e-3, atol=1e-6)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("name", ["paper", "default", "mixture", "ragged"])
+@pytest.mark.parametrize("name", ["paper", "default", "mixture", "release_per_head"])
 @pytest.mark.parametrize("p", [0, 4])
 def test_what_a_probe_knows_of_the_window_changes_nothing(name: str, p: int) -> None:
     made = layer(SMALL[name], 41, p=p, seed=5)
@@ -459,6 +458,58 @@ def test_what_a_probe_knows_of_the_window_changes_nothing(name: str, p: int) -> 
     assert told.error_after == pytest.approx(plain.error_after, rel=0.05 if loose else 1e-3)
 
 
+HELD = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0]]).bool()
+"""Which of three heads holds a token in which of six rows before the span: the second holds none."""
+
+
+@pytest.mark.parametrize("name", ["paper", "default", "release", "mixture"])
+def test_heads_that_hold_different_tokens_before_the_span(name: str) -> None:
+    """Each head is compressed as if it were alone with what it holds."""
+    made = layer(SMALL[name], 41, p=6, seed=8, n_kv_heads=3)
+    told = replace(made, inputs=replace(made.inputs, ancestor_held=HELD)).compress(20)
+    sums = torch.zeros(3, dtype=torch.float64)
+    for h, held in enumerate(HELD):
+        alone = made.head(h)
+        keys, values = alone.inputs.ancestor_keys, alone.inputs.ancestor_values
+        assert keys is not None
+        assert values is not None
+        own = replace(alone.inputs, ancestor_keys=keys[held], ancestor_values=values[held])
+        expected = replace(alone, inputs=own).compress(20)
+        assert torch.equal(told.kept[h], expected.kept[0])
+        torch.testing.assert_close(told.values[:, h], expected.values[:, 0], rtol=1e-4, atol=1e-5)
+        sums += torch.tensor([expected.error_before, expected.error_after, expected.reference])
+    got = torch.tensor([told.error_before, told.error_after, told.reference], dtype=torch.float64)
+    torch.testing.assert_close(got, sums, rtol=1e-3, atol=1e-8)
+    # It is looked at: with all rows seen, other sums come out.
+    assert made.compress(20).reference != pytest.approx(told.reference, rel=1e-3)
+
+
+def test_a_window_whose_heads_hold_different_tokens_before_the_span() -> None:
+    made = layer(SMALL["paper"], 41, p=6, seed=8, n_kv_heads=3)
+    inputs, plan = made.inputs, made.plan
+    assert inputs.ancestor_keys is not None
+    assert inputs.ancestor_values is not None
+    at = plan.positions[plan.score_window]
+    known = attend_window(
+        inputs.queries[plan.score_window],
+        torch.cat((inputs.ancestor_keys, inputs.keys)),
+        torch.cat((inputs.ancestor_values, inputs.values)),
+        positions=at, n_tokens=41, scale=inputs.scale, held=HELD,
+    )  # fmt: skip
+    for h, held in enumerate(HELD):
+        one, group = slice(h, h + 1), slice(h * 3, h * 3 + 3)
+        output, weights = naive_attention(
+            inputs.queries[plan.score_window][:, group].double(),
+            torch.cat((inputs.ancestor_keys[held][:, one], inputs.keys[:, one])),
+            torch.cat((inputs.ancestor_values[held][:, one], inputs.values[:, one])),
+            scale=inputs.scale,
+            last_seen=[int(held.sum()) + position for position in at.tolist()],
+        )
+        torch.testing.assert_close(known.output[:, group].double(), output, rtol=1e-4, atol=1e-5)
+        mean = weights[:, :, int(held.sum()) :].mean(dim=(0, 1))
+        torch.testing.assert_close(known.mean[h].double(), mean, rtol=1e-4, atol=1e-7)
+
+
 def test_attention_of_another_window_is_refused() -> None:
     made = layer(SMALL["paper"], 41, seed=5)
     known = WindowAttention(torch.zeros(2, 41), torch.zeros(4, 6, 8))
@@ -500,7 +551,7 @@ def test_attention_of_a_probe(
 
 
 RIDGE = {
-    **{name: SMALL[name] for name in ("paper", "release", "causal", "mixture", "ragged")},
+    **{name: SMALL[name] for name in ("paper", "release", "causal", "mixture", "release_per_head")},
     "strata": replace(SMALL["release"], scorer="stratified_value", n_strata=9),
     "repetition": replace(SMALL["paper"], fit_window=0, fit_repetition=8),
     "some of the window": replace(SMALL["paper"], fit_window=2),
@@ -938,6 +989,15 @@ def test_span_quality_of_several_ranks_relates_the_sums_of_all() -> None:
         (
             {"ancestor_keys": torch.zeros(3, 2, 8), "ancestor_values": torch.zeros(4, 2, 6)},
             r"got \[3, 2, 8\] and \[4, 2, 6\]",
+        ),
+        ({"ancestor_held": torch.ones(2, 3, dtype=torch.bool)}, r"ancestor_held \[2, 0\] bool, got \[2, 3\]"),
+        (
+            {
+                "ancestor_keys": torch.zeros(3, 2, 8),
+                "ancestor_values": torch.zeros(3, 2, 6),
+                "ancestor_held": torch.ones(2, 3),
+            },
+            r"ancestor_held \[2, 3\] bool, got \[2, 3\] torch.float32",
         ),
     ],
 )

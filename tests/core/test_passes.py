@@ -227,6 +227,7 @@ def run(
     *,
     layer: int = 0,
     dtype: torch.dtype = torch.float64,
+    held: Tensor | None = None,
 ) -> Tensor:
     keys, values = span.keys, span.values
     attended = chunk.attended_tokens()
@@ -244,6 +245,7 @@ def run(
         values=values.to(dtype),
         n_tokens=len(span.keys),
         scale=span.scale,
+        held=held,
     )
 
 
@@ -458,6 +460,38 @@ def test_chunks_with_different_ranges_add_up() -> None:
 
 
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("own_keys", [True, False])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("attended", [None, ((0, 4), (9, 20))])
+def test_heads_that_hold_different_tokens_before_the_span(
+    own_keys: bool, group: int, attended: tuple[tuple[int, int], ...] | None
+) -> None:
+    """Each head attends as if it were alone with what it holds; one holds nothing."""
+    if attended is not None and not own_keys:
+        return  # a pass over the span sees all of it
+    n, q, p = 31, 17, 5
+    span, own = cached(n, group=group, p=p, seed=q), own_tokens(q, group=group, seed=q)
+    assert span.ancestors is not None
+    chunk = tokens(q, own_keys=own_keys, first_position=n if own_keys else 1, n_prompt=2)
+    chunk = replace(chunk, attended=attended)
+    held = torch.zeros(N_KV_HEADS, p, dtype=torch.bool)
+    held[0] = torch.tensor([1, 0, 0, 1, 1]).bool()
+    results = PassResults()
+    output = run(results, chunk, span, own, held=held)
+    for h in range(N_KV_HEADS):
+        one, heads = slice(h, h + 1), slice(h * group, (h + 1) * group)
+        past_keys, past_values = (past[held[h]][:, one] for past in span.ancestors)
+        alone = replace(
+            span, keys=span.keys[:, one], values=span.values[:, one], ancestors=(past_keys, past_values)
+        )
+        mine = replace(own, queries=own.queries[:, heads], keys=own.keys[:, one], values=own.values[:, one])
+        expected, weights = plain(chunk, alone, mine)
+        torch.testing.assert_close(output[:, heads].double(), expected, rtol=1e-5, atol=1e-5)
+        found = PassStatistics(*(part[one] for part in vars(results.statistics(0)).values()))
+        assert_same(found, counted(weights[:, 2:], group))
+
+
 @pytest.mark.parametrize("own_keys", [True, False])
 def test_attention_of_half_precision_is_computed_in_single(own_keys: bool) -> None:
     span, own = cached(17, group=3, p=4), own_tokens(9, group=3)
