@@ -151,6 +151,32 @@ def test_a_span_is_hit_inside_its_namespace_and_missed_across(client: Client):
     assert {round(s["quality"], 1) for s in client.state()["spans"]} != {0.0}
 
 
+def test_budgets_per_head_in_pages(client: Client):
+    """Packed spans change no output, and a compressed one keeps as many whole pages as an even one."""
+    client.flush()
+    n = 320
+    doc = document(client, n, seed=9)
+    tails = distinct_tails(client, 3)
+    exact = [client.generate(doc + tail, {"mode": "exact"}, 12).output_ids for tail in tails]
+    client.flush()
+    client.generate([*doc, 7], {"prefix_end_tokens": n, "forced": "packed"}, 1)
+    client.settled_state()
+    packed = client.together([(doc + tail, None, 12) for tail in tails])
+    assert [a.output_ids for a in packed] == exact
+    assert [a.served["span_slots"] for a in packed] == [n] * 3
+    slots = {}
+    for profile in ("paper", "per_head"):
+        client.flush()
+        client.generate(doc + tails[0], {"prefix_end_tokens": n, "profile": profile})
+        state = client.settled_state()
+        slots[profile] = state["pool"]
+        assert [(s["profile"], s["slots"]) for s in state["spans"]] == [(profile, n // 4)]
+    assert slots["per_head"] == slots["paper"]
+    served = client.together([(doc + tail, None, 12) for tail in tails])
+    assert [a.served["profile"] for a in served] == ["per_head"] * 3
+    client.settled_state()
+
+
 def test_a_probe_uses_the_adapter_that_computed_the_prefix(client: Client):
     """Every query of a LoRA request's probe equals the one its prefill computed."""
     client.flush()

@@ -6,6 +6,7 @@ of our code: the model's weights, one KV head after the other.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,12 @@ class StoredSpan:
 
 
 @torch.no_grad()
-def log_probabilities(model: Any, span: StoredSpan, suffix: Sequence[int], output: Sequence[int]) -> Tensor:
-    """Of each token of `output`, behind the span and `suffix`."""
+def log_probabilities(
+    model: Any, spans: Sequence[StoredSpan], suffix: Sequence[int], output: Sequence[int]
+) -> Tensor:
+    """Of each token of `output`, behind the spans and `suffix`."""
     ids = torch.tensor([*suffix, *output[:-1]])
-    positions = torch.arange(span.end, span.end + len(ids))
+    positions = torch.arange(spans[-1].end, spans[-1].end + len(ids))
     hidden = model.model.embed_tokens(ids)
     cos, sin = model.model.rotary_emb(hidden[None], positions[None])
     causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
@@ -94,7 +97,8 @@ def log_probabilities(model: Any, span: StoredSpan, suffix: Sequence[int], outpu
         heads = []
         for head in range(q.shape[0]):
             kv_head = head // (q.shape[0] // k.shape[0])
-            keys, values = span.of_head(index, kv_head)
+            stored = [span.of_head(index, kv_head) for span in spans]
+            keys, values = (torch.cat(part) for part in zip(*stored, strict=True))
             before = causal.new_ones(len(ids), len(keys))
             logits = q[head] @ torch.cat([keys, k[kv_head]]).T * attention.head_dim**-0.5
             weights = logits.masked_fill(~torch.cat([before, causal], dim=1), -torch.inf).softmax(-1)
@@ -114,6 +118,20 @@ def compressed(client: Client, doc: list[int], tail: list[int], **options: Any) 
     return StoredSpan(client.folder / "span.pt")
 
 
+def served_as_stored(
+    client: Client, model: Any, prefix: list[int], tail: list[int], spans: Sequence[StoredSpan], new: int
+) -> dict[str, Any]:
+    """Ask for `new` tokens behind `prefix`, and compute each one's log-probability again; what served it."""
+    response = client.post(prefix + tail, None, new, return_logprob=True, logprob_start_len=-1).json()
+    answer = client.answer(response)
+    listed = response["meta_info"]["output_token_logprobs"]
+    assert [token for _, token, _ in listed] == answer.output_ids
+    got = torch.tensor([logprob for logprob, _, _ in listed], dtype=torch.float64)
+    want = log_probabilities(model, spans, tail, answer.output_ids)
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=0)
+    return answer.served
+
+
 @pytest.mark.parametrize("profile", ["per_head", "release_per_head"])
 def test_the_server_answers_from_the_cells_of_each_head(client: Client, model: Any, profile: str):
     client.flush()
@@ -129,17 +147,32 @@ def test_the_server_answers_from_the_cells_of_each_head(client: Client, model: A
 
     # One question in one chunk, one in several.
     tails[1] = [tails[1][0], *document(client, 500, seed=9), *tails[1][1:]]
-    params = {"return_logprob": True, "logprob_start_len": -1}
     for tail in tails:
-        response = client.post(doc + tail, None, new, **params)
-        answer = client.answer(response.json())
-        assert (answer.served["span_tokens"], answer.served["span_slots"]) == (n, n // 5)
-        assert answer.served["profile"] == profile
-        listed = response.json()["meta_info"]["output_token_logprobs"]
-        assert [token for _, token, _ in listed] == answer.output_ids
-        got = torch.tensor([logprob for logprob, _, _ in listed], dtype=torch.float64)
-        want = log_probabilities(model, span, tail, answer.output_ids)
-        torch.testing.assert_close(got, want, atol=2e-3, rtol=0)
+        served = served_as_stored(client, model, doc, tail, [span], new)
+        assert (served["span_tokens"], served["span_slots"]) == (n, n // 5)
+        assert served["profile"] == profile
+    client.settled_state()
+
+
+def test_what_lies_behind_such_a_span_is_compressed_on_top_of_it(client: Client, model: Any):
+    """A second span behind the first: its probe's queries are those of the prefill that was served from the
+    first one's cells, and answers come from both."""
+    client.flush()
+    n, more = 400, 300
+    doc, rest = document(client, n, seed=11), document(client, more, seed=12)
+    tails = distinct_tails(client, 3)
+    first = compressed(client, doc, tails[0])
+    queries = client.flag("queries")
+    second = compressed(client, doc + rest, tails[1])
+    queries.unlink()
+    rows = [json.loads(line) for line in (client.folder / "queries.jsonl").read_text().splitlines()]
+    assert [row["layer"] for row in rows] == list(range(model.config.num_hidden_layers))
+    assert max(row["max_abs_difference"] / row["max_abs"] for row in rows) < 1e-4
+    spans = sorted(client.state()["spans"], key=lambda s: s["start_tokens"])
+    assert [(s["start_tokens"], s["end_tokens"], s["slots"]) for s in spans] == [(0, 400, 80), (400, 700, 60)]
+    assert spans[1]["quality"] > 0.5
+    served = served_as_stored(client, model, doc + rest, tails[2], [first, second], 16)
+    assert (served["spans"], served["span_tokens"], served["span_slots"]) == (2, n + more, 140)
     client.settled_state()
 
 
