@@ -235,7 +235,7 @@ def test_the_attention_of_a_probe_behind_such_spans(heads: int, n_kv_heads: int)
         ancestor_slots=before, ancestor_regions=(region,),
     )  # fmt: skip
     plan = plan_queries(n, profile)
-    probe = _Probe(span, plan)
+    probe = _Probe(span, plan, None)
     m, group = len(plan.positions), heads // n_kv_heads
     layer = RadixAttention(heads, dim, 0.3, n_kv_heads, layer_id)
     queries = torch.randn(m, heads, dim)

@@ -484,17 +484,20 @@ def test_heads_that_hold_different_tokens_before_the_span(name: str) -> None:
     assert made.compress(20).reference != pytest.approx(told.reference, rel=1e-3)
 
 
-def test_a_window_whose_heads_hold_different_tokens_before_the_span() -> None:
+def test_a_probe_whose_heads_hold_different_tokens_before_the_span() -> None:
     made = layer(SMALL["paper"], 41, p=6, seed=8, n_kv_heads=3)
     inputs, plan = made.inputs, made.plan
     assert inputs.ancestor_keys is not None
     assert inputs.ancestor_values is not None
     at = plan.positions[plan.score_window]
-    known = attend_window(
+    others = inputs.queries[plan.held_out]
+    assert len(others) >= 2
+    known, of_others = attend_probe(
         inputs.queries[plan.score_window],
+        others,
         torch.cat((inputs.ancestor_keys, inputs.keys)),
         torch.cat((inputs.ancestor_values, inputs.values)),
-        positions=at, n_tokens=41, scale=inputs.scale, held=HELD,
+        positions=at, visible=torch.arange(41)[None] <= 7, n_tokens=41, scale=inputs.scale, held=HELD,
     )  # fmt: skip
     for h, held in enumerate(HELD):
         one, group = slice(h, h + 1), slice(h * 3, h * 3 + 3)
@@ -508,6 +511,14 @@ def test_a_window_whose_heads_hold_different_tokens_before_the_span() -> None:
         torch.testing.assert_close(known.output[:, group].double(), output, rtol=1e-4, atol=1e-5)
         mean = weights[:, :, int(held.sum()) :].mean(dim=(0, 1))
         torch.testing.assert_close(known.mean[h].double(), mean, rtol=1e-4, atol=1e-7)
+        output, _ = naive_attention(
+            others[:, group].double(),
+            torch.cat((inputs.ancestor_keys[held][:, one], inputs.keys[:, one])),
+            torch.cat((inputs.ancestor_values[held][:, one], inputs.values[:, one])),
+            scale=inputs.scale,
+            last_seen=[int(held.sum()) + last for last in (7, *[40] * (len(others) - 1))],
+        )
+        torch.testing.assert_close(of_others[:, group].double(), output, rtol=1e-4, atol=1e-5)
 
 
 def test_attention_of_another_window_is_refused() -> None:
