@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from grkv_sglang.attention.kv_scales import kv_pool_problems
 from grkv_sglang.attention.rows import RowGaps, row_gaps_of
 from grkv_sglang.config import (
     ATTENTION_BACKENDS,
@@ -43,6 +44,9 @@ class Refusal:
 def _text(model: Any, name: str, default: Any = None) -> Any:
     return getattr(model.hf_text_config, name, default)
 
+
+KV_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2")
+"""Of SGLang's ``--kv-cache-dtype``; ``auto`` is the model's, float32, float16 or bfloat16."""
 
 _NO_GRKV = "serve it without --radix-cache-backend grkv"
 
@@ -156,9 +160,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "drop --enable-lora-overlap-loading",
     ),
     Refusal(
-        lambda a, m: a.kv_cache_dtype not in ("auto", "bfloat16", "bf16"),
-        "a quantised KV cache",
-        "set --kv-cache-dtype auto",
+        lambda a, m: a.kv_cache_dtype not in KV_CACHE_DTYPES,
+        "a KV cache of 4 bits or with scales per block",
+        f"set --kv-cache-dtype to one of {', '.join(KV_CACHE_DTYPES)}",
     ),
 )
 
@@ -244,6 +248,9 @@ def check_server(ctx: TreeCacheBuildContext) -> RowGaps:
         runner.device,
         cuda_graphs=not arguments.disable_cuda_graph,
     )
+    if not problems:  # the pool of anything else is of a kind that we do not know
+        backends = (runner.prefill_attention_backend_str, runner.decode_attention_backend_str)
+        problems += kv_pool_problems(runner.token_to_kv_pool, runner.model, backends)
     gaps = row_gaps_of(ctx.params.req_to_token_pool)
     if not problems and gaps is None:
         problems.append("the attention backend did not set up row gaps: report this as a bug of grkv_sglang")

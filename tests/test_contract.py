@@ -185,7 +185,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"dcp_size": 2}, {}, "decode context"),
     ({"kv_events_config": "{}"}, {}, "KV cache events"),
     ({"enable_lora_overlap_loading": True}, {}, "LoRA overlap loading"),
-    ({"kv_cache_dtype": "fp8_e4m3"}, {}, "quantised KV"),
+    ({"kv_cache_dtype": "nvfp4"}, {}, "4 bits"),
 ]
 
 

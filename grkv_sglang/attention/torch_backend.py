@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from grkv_kernels import read_slots
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -205,8 +206,8 @@ def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float
 
 
 def _gathered(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    # Nine times faster than indexing on a CPU. A KV pool may hold another dtype than the model computes in.
-    return cache.index_select(0, slots).to(dtype)
+    # A KV pool may hold another dtype than the model computes in.
+    return read_slots(cache, slots).to(dtype)
 
 
 def _gathered_by_head(

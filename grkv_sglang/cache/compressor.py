@@ -16,17 +16,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from grkv_kernels import copy_slots, write_slots
+from grkv_kernels import bits, copy_slots, read_slots, write_slots
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from torch import Tensor
 
+from grkv_sglang.attention.kv_scales import KVScales, attention_layers, kv_scales
 from grkv_sglang.attention.ragged import (
     RaggedRegion,
     ordinary_ranges,
@@ -46,6 +47,7 @@ from grkv_sglang.core import (
     QueryPlan,
     RotaryTable,
     SpanQuality,
+    Storage,
     WindowAttention,
     always_kept_tokens,
     attend_probe,
@@ -154,8 +156,8 @@ class PathKV:
         rows = _by_head(buffer, self.slots)
         if not self.regions:
             return rows
-        regions = [unpack_heads(buffer.index_select(0, s), counts[layer_id]) for s, counts in self.regions]
-        return torch.cat([pad_heads(regions), rows])
+        regions = [unpack_heads(bits(read_slots(buffer, s)), counts[layer_id]) for s, counts in self.regions]
+        return torch.cat([pad_heads(regions), bits(rows)]).view(buffer.dtype)
 
     def held(self, layer_id: int) -> Tensor | None:
         """[Hkv, p'] bool, which head holds a token in a gathered row before the span; None: every head."""
@@ -184,6 +186,11 @@ class Compressor:
         self._pool = model_runner.token_to_kv_pool
         self._rotary = _find_rotary(model_runner.model)
         self._output_projections = _find_output_projections(model_runner.model)
+        # What decoding multiplies the stored numbers by.
+        self._scales = {
+            layer.layer_id: kv_scales(layer, model_runner.decode_attention_backend_str)
+            for layer in attention_layers(model_runner.model)
+        }
 
     @property
     def num_layers(self) -> int:
@@ -353,6 +360,7 @@ class Compressor:
         values = self._pool.get_value_buffer(layer_id)
         path_keys, path_values = (source.path.gather(buffer, layer_id) for buffer in (keys, values))
         n_before = len(path_keys) - source.num_candidates
+        scales = self._scales[layer_id]
         queries, scale = work.probe.queries[layer_id]
         result = compress_layer(
             LayerInputs(
@@ -380,6 +388,8 @@ class Compressor:
                 held_out=work.probe.held_out[layer_id],
                 layer=layer_id,
                 n_layers=self.num_layers,
+                key_scale=scales.key,
+                value_scale=scales.value,
             ),
             work.plan,
             work.profile,
@@ -388,7 +398,7 @@ class Compressor:
             rotary=self._rotary if work.profile.rerotate else None,
             protected=work.protected,
         )
-        if not (torch.isfinite(result.keys).all() and torch.isfinite(result.values).all()):
+        if not result.is_finite:
             raise CompressionError("non_finite", f"layer {layer_id} gave a non-finite key or value")
         started = time.perf_counter()
         new_keys, new_values = result.keys, result.values
@@ -409,7 +419,7 @@ class Compressor:
         lora_id: str | None,
     ) -> None:
         """The model's layers over these tokens at these positions: so many for each reader."""
-        backend = _CachedAttention(self._pool, parts)
+        backend = _CachedAttention(self._pool, self._scales, parts)
         device = self._runner.device
         ids = torch.tensor(token_ids, dtype=torch.int64, device=device)
         end = int(positions[-1]) + 1
@@ -554,7 +564,7 @@ def _by_head(buffer: Tensor, slots: Tensor) -> Tensor:
     """[s, Hkv, d] of a pool's buffer [slots, Hkv, d]; head by head in memory, as every product reads it."""
     n_kv_heads, dim = buffer.shape[1:]
     cells = slots * n_kv_heads + torch.arange(n_kv_heads, device=slots.device).unsqueeze(1)
-    by_head = buffer.view(-1, dim).index_select(0, cells.flatten())
+    by_head = read_slots(buffer.view(-1, 1, dim), cells.flatten())
     return by_head.view(n_kv_heads, -1, dim).transpose(0, 1)
 
 
@@ -562,8 +572,11 @@ class _CachedAttention:
     """Attention backend of a forward pass over a cached prefix, whose tokens belong to one reader after the
     other: writes no KV."""
 
-    def __init__(self, pool: Any, parts: Sequence[tuple[int, _Reader]]) -> None:
+    def __init__(
+        self, pool: Any, scales: Mapping[int, KVScales], parts: Sequence[tuple[int, _Reader]]
+    ) -> None:
         self.token_to_kv_pool = pool
+        self._scales = scales
         self._sizes, self._readers = zip(*parts, strict=True)
 
     def forward(
@@ -591,7 +604,10 @@ class _CachedAttention:
         for reader, *own in zip(self._readers, *split, strict=True):
             # Gathering a long prefix costs as much as attending to it: once for readers of the same slots.
             if gathered is None or gathered[0] is not reader.path:
-                keys, values = (reader.path.gather(buffer, layer.layer_id) for buffer in buffers)
+                keys, values = (
+                    _attended(reader.path.gather(buffer, layer.layer_id), scale)
+                    for buffer, scale in zip(buffers, self._scales[layer.layer_id], strict=True)
+                )
                 gathered = reader.path, keys, values
             outputs.append(reader.attend(layer, *own, *gathered[1:]))
         return torch.cat(outputs).reshape(-1, layer.tp_q_head_num * layer.v_head_dim)
@@ -670,6 +686,12 @@ class _PassReader(_Reader):
             held=self.path.held(layer.layer_id),
         )
         return output.to(queries.dtype)
+
+
+def _attended(stored: Tensor, scale: float) -> Tensor:
+    """Keys or values of a pool as attention sees them: in the pool's dtype, or in float32 if that is narrow
+    or scaled."""
+    return stored if stored.dtype.itemsize > 1 and scale == 1 else Storage(stored.dtype, scale).load(stored)
 
 
 @contextlib.contextmanager

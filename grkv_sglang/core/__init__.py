@@ -33,10 +33,12 @@ from grkv_sglang.core.selection import (
     scorer_names,
 )
 from grkv_sglang.core.selection.base import always_kept_tokens
+from grkv_sglang.core.storage import STORAGE_DTYPES, Storage
 
 __all__ = [
     "CUE_TOKENS",
     "KEY_AND_VALUE",
+    "STORAGE_DTYPES",
     "UNCHANGED",
     "VALUE_ONLY",
     "Attention",
@@ -54,6 +56,7 @@ __all__ = [
     "Scorer",
     "ScoringContext",
     "SpanQuality",
+    "Storage",
     "WindowAttention",
     "always_kept_tokens",
     "attend",

@@ -18,8 +18,7 @@ from grkv_sglang.core.regression import UNCHANGED, Problem, regress
 from grkv_sglang.core.rope import RotaryTable, rotate_forward
 from grkv_sglang.core.selection import PassKind, PassStatistics, QueryKind, Scorer, ScoringContext, get_scorer
 from grkv_sglang.core.selection.base import always_kept_tokens, top_masks
-
-_STORAGE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from grkv_sglang.core.storage import STORAGE_DTYPES, Storage
 
 
 @dataclass(frozen=True)
@@ -106,14 +105,14 @@ class LayerInputs:
     """One layer's tensors for a span of n tokens and m probed queries, all on one device.
 
     Attributes:
-        keys: [n, Hkv, d] post-RoPE, in the storage dtype (float16, bfloat16 or float32).
+        keys: [n, Hkv, d] post-RoPE, as stored: in a dtype of `STORAGE_DTYPES`.
         values: [n, Hkv, dv], same dtype.
         queries: [m, Hq, d] post-RoPE queries at the plan's positions, any float dtype. Query head h
             reads KV head h // (Hq / Hkv).
         scale: the layer's attention scaling.
         ancestor_keys: [p, Hkv, d] cached tokens before the span, all visible to every query; None or
             p = 0 when there are none.
-        ancestor_values: [p, Hkv, dv], given exactly when `ancestor_keys` is.
+        ancestor_values: [p, Hkv, dv], given exactly when `ancestor_keys` is. Stored like the span's.
         ancestor_held: [Hkv, p] bool, which head holds a token in a row of these two (the others' rows are not
             looked at, but finite); None: every head in each.
         output_projection: [hidden, Hq * dv], for selection methods that need it.
@@ -125,6 +124,7 @@ class LayerInputs:
         window: attention of the plan's window queries where it is known already; None: it is computed.
         held_out: [k, Hq, dv] float32, likewise of the plan's held-out queries, where the profile uses them.
         layer, n_layers: which layer this is, and of how many.
+        key_scale, value_scale: what attention multiplies stored keys and values by.
     """
 
     keys: Tensor
@@ -142,6 +142,16 @@ class LayerInputs:
     held_out: Tensor | None = None
     layer: int = 0
     n_layers: int = 1
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    @property
+    def key_storage(self) -> Storage:
+        return Storage(self.keys.dtype, self.key_scale)
+
+    @property
+    def value_storage(self) -> Storage:
+        return Storage(self.values.dtype, self.value_scale)
 
 
 @dataclass(frozen=True)
@@ -155,8 +165,8 @@ class LayerResult:
     Attributes:
         kept: [Hkv, c] int64, ascending, relative to the span's start. With per-head budgets c is the largest
             head's number, and behind the last token of a head comes -1.
-        keys: [c, Hkv, d] in the storage dtype; row j of head h stands for token `kept[h, j]`; zero where
-            there is none.
+        keys: [c, Hkv, d] to be stored, like the inputs' in dtype and scale; row j of head h stands for token
+            `kept[h, j]`; zero where there is none.
         values: [c, Hkv, dv] likewise.
         error_before: sum of `||O - Y||^2` with the selected tokens as they were.
         error_after: the same with the tokens of this result.
@@ -177,6 +187,12 @@ class LayerResult:
     states: Tensor
     select_s: float
     regress_s: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every stored number is."""
+        # Converted: torch 2.14 cannot ask this of all dtypes.
+        return all(bool(stored.float().isfinite().all()) for stored in (self.keys, self.values))
 
 
 def relative_error(error: float, reference: float) -> float:
@@ -296,8 +312,9 @@ class _Layer:
         self, inputs: LayerInputs, plan: QueryPlan, profile: Profile, rotary: RotaryTable | None
     ) -> None:
         # Contiguous: every product with them would copy them again.
-        self.keys = inputs.keys.transpose(0, 1).float().contiguous()
-        self.values = inputs.values.transpose(0, 1).float().contiguous()
+        key_storage, value_storage = inputs.key_storage, inputs.value_storage
+        self.keys = key_storage.load(inputs.keys.transpose(0, 1)).contiguous()
+        self.values = value_storage.load(inputs.values.transpose(0, 1)).contiguous()
         self.scale = inputs.scale
         self.group = inputs.queries.shape[1] // inputs.keys.shape[1]
         self._queries = inputs.queries
@@ -305,7 +322,11 @@ class _Layer:
         keys, values = inputs.ancestor_keys, inputs.ancestor_values
         if keys is not None and values is not None and len(keys):
             held = None if inputs.ancestor_held is None else inputs.ancestor_held.unsqueeze(1)
-            self._ancestors = keys.transpose(0, 1).float(), values.transpose(0, 1).float(), held
+            self._ancestors = (
+                key_storage.load(keys.transpose(0, 1)),
+                value_storage.load(values.transpose(0, 1)),
+                held,
+            )
         self._positions = plan.positions
         self._profile = profile
         self._inputs = inputs
@@ -573,7 +594,9 @@ def compress_layer(
     states = torch.full((n_kv_heads,), UNCHANGED, dtype=torch.int8, device=device)
     if profile.regresses and chosen.n_free:
         fit = layer.problem(*layer.fitted(plan, seen), chosen)
-        regressed = regress(fit, keys, values, chosen.n_free, profile, inputs.keys.dtype)
+        regressed = regress(
+            fit, keys, values, chosen.n_free, profile, inputs.key_storage, inputs.value_storage
+        )
         new_keys, new_values, states = regressed.keys, regressed.values, regressed.states
 
     before = held_out.attend(keys, values).output - held_out.target
@@ -586,8 +609,8 @@ def compress_layer(
     return LayerResult(
         kept=ascending,
         # [c, Hkv, d]
-        keys=new_keys[head, order.t()].to(inputs.keys.dtype).contiguous(),
-        values=new_values[head, order.t()].to(inputs.values.dtype).contiguous(),
+        keys=inputs.key_storage.store(new_keys[head, order.t()]).contiguous(),
+        values=inputs.value_storage.store(new_values[head, order.t()]).contiguous(),
         error_before=error_before,
         error_after=error_after,
         reference=reference,
@@ -606,9 +629,9 @@ def _check(inputs: LayerInputs, plan: QueryPlan, scorer: Scorer, n_slots: int) -
             f"got {list(keys.shape)} and {list(values.shape)}"
         )
     n_tokens, n_kv_heads, d = keys.shape
-    if keys.dtype not in _STORAGE_DTYPES or values.dtype != keys.dtype:
+    if keys.dtype not in STORAGE_DTYPES or values.dtype != keys.dtype:
         raise ValueError(
-            f"expected keys and values of one dtype out of {', '.join(map(str, _STORAGE_DTYPES))}, "
+            f"expected keys and values of one dtype out of {', '.join(map(str, STORAGE_DTYPES))}, "
             f"got {keys.dtype} and {values.dtype}"
         )
     m = len(plan.positions)

@@ -20,9 +20,9 @@ Deviations, whatever the profile:
   same cost, and in the limit they agree. But the primal iterate minimises the objective over that space,
   while a truncated dual one can be worse than no step at all. With a small model's own keys and queries,
   the held-out error after 8 primal iterations was that after 16 dual ones to about 1%.
-- The change is rounded to the storage dtype before it is judged.
-- A head whose step fails (a singular system, a result that is not finite or that the storage dtype cannot
-  hold) skips that step.
+- The change is rounded to what can be stored before it is judged.
+- A head whose step fails (a singular system, a result that is not finite or that the storage cannot hold)
+  skips that step.
 
 Shapes: H KV heads, N query rows, c retained tokens of which f are free, head sizes d and dv.
 """
@@ -37,10 +37,11 @@ from torch import Tensor
 
 from grkv_sglang.core.attention import Attention, Partial, attend
 from grkv_sglang.core.profiles import Profile
+from grkv_sglang.core.storage import Storage
 
 UNCHANGED, VALUE_ONLY, KEY_AND_VALUE = 0, 1, 2
 
-# Rounding to the storage dtype can push a change that was scaled to its cap slightly above it again; each
+# Rounding to what can be stored can push a change that was scaled to its cap slightly above it again; each
 # attempt aims a little lower. Two are enough in practice.
 _CAP_ATTEMPTS = 5
 _SHRINK = 0.999
@@ -104,11 +105,11 @@ class Regressed:
     """Retained tokens after the regression.
 
     Attributes:
-        keys: [H, c, d], exactly representable in the storage dtype.
+        keys: [H, c, d], exactly representable in their storage.
         values: [H, c, dv], likewise.
         states: [H] int8, what differs from the selected tokens. UNCHANGED: nothing. VALUE_ONLY: values
             alone. KEY_AND_VALUE: keys, and with them the values, unless the value step is off or its
-            change was too small for the storage dtype.
+            change was too small for their storage.
     """
 
     keys: Tensor
@@ -132,7 +133,8 @@ def regress(
     values: Tensor,
     n_free: int,
     profile: Profile,
-    storage_dtype: torch.dtype,
+    key_storage: Storage,
+    value_storage: Storage,
 ) -> Regressed:
     """Run the profile's steps on the retained tokens of one layer.
 
@@ -143,11 +145,11 @@ def regress(
 
     Args:
         problem: queries and targets. With a `guard_share` some of several queries only judge.
-        keys: [H, c, d] selected keys, exactly representable in `storage_dtype`.
-        values: [H, c, dv] selected values, likewise.
+        keys: [H, c, d] selected keys, exactly representable in `key_storage`.
+        values: [H, c, dv] selected values, likewise in `value_storage`.
         n_free: the first this many tokens of every head may change, the others may not.
         profile: steps, ridges, caps, guard.
-        storage_dtype: what the result will be stored in.
+        key_storage, value_storage: what the result will be stored in.
 
     Returns:
         Tokens that are not free, and all tokens of an unchanged head, are bit-identical to the input.
@@ -182,10 +184,10 @@ def regress(
         weights = attention.weights[:, :, :n_free]
         candidates = [state]
         if profile.value_step:
-            state = _after_value_step(problem, weights, state, values_0, profile, storage_dtype)
+            state = _after_value_step(problem, weights, state, values_0, profile, value_storage)
             candidates.append(state)
         if profile.key_step:
-            state = _after_key_step(problem, weights, state, keys_0, profile, storage_dtype)
+            state = _after_key_step(problem, weights, state, keys_0, profile, key_storage)
             state = replace(state, output=problem.attend(*whole(state)).output)
             candidates.append(state)
         state = _choose(candidates, torch.stack([loss(candidate) for candidate in candidates]), profile.guard)
@@ -213,10 +215,10 @@ def penalised_loss(error: Tensor, moved_keys: Tensor, moved_values: Tensor, prof
 
 
 def _after_value_step(
-    problem: Problem, weights: Tensor, state: _State, values_0: Tensor, profile: Profile, dtype: torch.dtype
+    problem: Problem, weights: Tensor, state: _State, values_0: Tensor, profile: Profile, storage: Storage
 ) -> _State:
     delta = value_step(weights, problem.target - state.output, ridge=profile.lambda_v / profile.query_weight)
-    moved, usable = displace(values_0, (state.values - values_0) + delta, profile.cap_v, dtype)
+    moved, usable = displace(values_0, (state.values - values_0) + delta, profile.cap_v, storage)
     moved = torch.where(usable[:, None, None], moved, state.values)
     # Exact: with the keys as they are, the output is linear in the values.
     output = state.output + torch.bmm(weights, moved - state.values)
@@ -224,7 +226,7 @@ def _after_value_step(
 
 
 def _after_key_step(
-    problem: Problem, weights: Tensor, state: _State, keys_0: Tensor, profile: Profile, dtype: torch.dtype
+    problem: Problem, weights: Tensor, state: _State, keys_0: Tensor, profile: Profile, storage: Storage
 ) -> _State:
     """The output of the result is still that of the keys before."""
     delta = key_step(
@@ -238,7 +240,7 @@ def _after_key_step(
         iterations=profile.cg_iterations,
         tolerance=profile.cg_tolerance,
     )
-    moved, usable = displace(keys_0, (state.keys - keys_0) + delta, profile.cap_k, dtype)
+    moved, usable = displace(keys_0, (state.keys - keys_0) + delta, profile.cap_k, storage)
     return replace(state, keys=torch.where(usable[:, None, None], moved, state.keys))
 
 
@@ -378,21 +380,21 @@ def conjugate_gradients(
     return solution
 
 
-def displace(origin: Tensor, shift: Tensor, cap: float | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Add a shift that is scaled down to a cap, rounded to a storage dtype.
+def displace(origin: Tensor, shift: Tensor, cap: float | None, storage: Storage) -> tuple[Tensor, Tensor]:
+    """Add a shift that is scaled down to a cap, rounded to what can be stored.
 
     Args:
-        origin: [H, f, d], exactly representable in `dtype`.
+        origin: [H, f, d], exactly representable in `storage`.
         shift: [H, f, d].
         cap: bound on `||moved - origin||_F / ||origin||_F` per head, after rounding; None for no bound.
-        dtype: storage dtype.
+        storage: what the result will be stored in.
 
     Returns:
-        moved [H, f, d] in the dtype of `origin`, with values that `dtype` holds exactly, and usable [H]
+        moved [H, f, d] in the dtype of `origin`, with values that `storage` holds exactly, and usable [H]
         bool: False for a head whose result is not finite, or not within the cap, and must not be used.
     """
     if cap is None:
-        moved = _rounded(origin + shift, dtype)
+        moved = storage.rounded(origin + shift)
         return moved, moved.isfinite().all(dim=-1).all(dim=-1)
     limit = cap * _norm(origin) * _BELOW_CAP
     size = _norm(shift)
@@ -400,16 +402,12 @@ def displace(origin: Tensor, shift: Tensor, cap: float | None, dtype: torch.dtyp
     moved = origin
     for _ in range(_CAP_ATTEMPTS):
         shrink = torch.where(size > limit, shrink * (limit / size) * _SHRINK, shrink)
-        moved = _rounded(origin + shift * shrink[:, None, None], dtype)
+        moved = storage.rounded(origin + shift * shrink[:, None, None])
         size = _norm(moved - origin)
         if bool((size <= limit).all()):
             break
     # False for NaN as well
     return moved, size <= limit
-
-
-def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype).to(tensor.dtype)
 
 
 def _differ(new: Tensor, old: Tensor) -> Tensor:

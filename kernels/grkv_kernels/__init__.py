@@ -15,10 +15,11 @@ from grkv_kernels.key_step import key_jvp, key_vjp
 from grkv_kernels.merge import merge_splits, merge_states
 from grkv_kernels.ragged_attention import ragged_attention
 from grkv_kernels.scoring import window_scores
-from grkv_kernels.slots import copy_slots, write_slots
+from grkv_kernels.slots import bits, copy_slots, read_slots, write_slots
 
 __all__ = [
     "LayerBuffers",
+    "bits",
     "copy_slots",
     "gather_tokens",
     "key_jvp",
@@ -26,6 +27,7 @@ __all__ = [
     "merge_splits",
     "merge_states",
     "ragged_attention",
+    "read_slots",
     "ridged_gram",
     "scatter_tokens",
     "transposed_product",

@@ -71,9 +71,19 @@ def make_backend(cls, num_rows, row_tokens):
     return cls(runner), pool
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_mixed_batch_of_gaps_reads_exactly_the_physical_slots(seed):
-    """Random rows, gaps and lengths; the dummy slot and every slot outside the rows hold NaN."""
+@pytest.mark.parametrize(
+    ("seed", "dtype"),
+    [
+        *((seed, torch.float32) for seed in range(6)),
+        (6, torch.bfloat16),
+        (7, torch.float16),
+        (8, torch.float8_e4m3fn),
+        (9, torch.float8_e5m2),
+    ],
+)
+def test_mixed_batch_of_gaps_reads_exactly_the_physical_slots(seed, dtype):
+    """Random rows, gaps and lengths; the dummy slot and every slot outside the rows hold NaN. Of a pool in
+    another dtype than the model's, attention is that over what is stored."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high):
@@ -81,8 +91,8 @@ def test_mixed_batch_of_gaps_reads_exactly_the_physical_slots(seed):
 
     backend, pool = make_backend(GrkvTorchAttnBackend, 5, 64)
     heads, kv_heads, dim, num_slots = 6, 2, 16, 400
-    k_cache = torch.full((num_slots, kv_heads, dim), torch.nan)
-    v_cache = torch.full((num_slots, kv_heads, dim), torch.nan)
+    k_cache = torch.full((num_slots, kv_heads, dim), torch.nan, dtype=dtype)
+    v_cache = torch.full((num_slots, kv_heads, dim), torch.nan, dtype=dtype)
     free = (torch.randperm(num_slots - 1, generator=generator) + 1).tolist()
     rows, seq_lens, prefix_lens, slots_of = [], [], [], []
     for row in torch.randperm(5, generator=generator)[:3].tolist():
@@ -91,8 +101,8 @@ def test_mixed_batch_of_gaps_reads_exactly_the_physical_slots(seed):
         slots = [free.pop() for _ in range(physical + new)]
         pool.req_to_token[row + 1, : prefix + new] = prefix_row(torch.tensor(slots), prefix + new)
         backend.row_gaps.set(row + 1, prefix - physical)
-        k_cache[slots] = torch.randn(len(slots), kv_heads, dim, generator=generator)
-        v_cache[slots] = torch.randn(len(slots), kv_heads, dim, generator=generator)
+        k_cache[slots] = torch.randn(len(slots), kv_heads, dim, generator=generator).to(dtype)
+        v_cache[slots] = torch.randn(len(slots), kv_heads, dim, generator=generator).to(dtype)
         rows.append(row + 1)
         seq_lens.append(prefix + new)
         prefix_lens.append(prefix)

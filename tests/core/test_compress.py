@@ -27,6 +27,7 @@ from grkv_sglang.core import (
     Scorer,
     ScoringContext,
     SpanQuality,
+    Storage,
     WindowAttention,
     attend_probe,
     attention,
@@ -901,6 +902,83 @@ def test_16_bit_storage_rounds_the_float32_result(dtype: torch.dtype) -> None:
     assert stored.states.tolist() == [VALUE_ONLY] * 2
     assert torch.equal(stored.values, single.values.to(dtype))
     assert torch.equal(stored.keys, single.keys.to(dtype))
+
+
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def stored_and_loaded(made: Layer, key: Storage, value: Storage) -> tuple[Layer, Layer]:
+    """The layer with everything stored, and with the float32 numbers that this stands for."""
+    inputs = made.inputs
+    stored, loaded = {}, {}
+    for name, storage in (("keys", key), ("values", value)):
+        for field in (name, f"ancestor_{name}"):
+            exact = getattr(inputs, field)
+            if exact is not None:
+                stored[field] = storage.store(exact)
+                loaded[field] = storage.load(stored[field])
+    scales = {"key_scale": key.scale, "value_scale": value.scale}
+    return (
+        replace(made, inputs=replace(inputs, **stored, **scales)),
+        replace(made, inputs=replace(inputs, **loaded)),
+    )
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.07, 3.0)], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, *EIGHT_BITS], ids=lambda dtype: str(dtype).removeprefix("torch.")
+)
+@pytest.mark.parametrize("name", ["default", "release", "ragged"])
+def test_what_is_stored_stands_for_what_is_computed(
+    name: str, dtype: torch.dtype, scales: tuple[float, float]
+) -> None:
+    """Selection and errors are those of the numbers that the stored ones stand for, in float64."""
+    key, value = (Storage(dtype, scale) for scale in scales)
+    stored, loaded = stored_and_loaded(layer(SMALL[name], 41, p=5, seed=12), key, value)
+    result = stored.compress(19)
+    assert result.keys.dtype == result.values.dtype == dtype
+    assert result.is_finite
+    assert torch.equal(result.kept, loaded.compress(19).kept)
+    read_back = replace(result, keys=key.load(result.keys), values=value.load(result.values))
+    before, after, reference = held_out_sums(loaded, read_back)
+    assert result.error_before == pytest.approx(before, rel=1e-4)
+    assert result.error_after == pytest.approx(after, rel=1e-4)
+    assert result.reference == pytest.approx(reference, rel=1e-4)
+    for h in range(2):
+        kept = result.kept[h][result.kept[h] >= 0]
+        always = (kept < stored.profile.sinks) | (kept >= 41 - stored.profile.n_window)
+        same = (result.keys[: len(kept), h].float() == stored.inputs.keys.float()[kept, h]).all(dim=1)
+        assert same[always].all()
+        assert not same.all() or result.states[h] != KEY_AND_VALUE
+    everything = stored.compress(41)
+    assert torch.equal(everything.keys.float(), stored.inputs.keys.float())
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_eight_bit_storage_rounds_the_float32_result(dtype: torch.dtype, scale: float) -> None:
+    """Without caps, the value step's result is the rounded one of a float32 pool with the same numbers."""
+    storage = Storage(dtype, scale)
+    made = layer(replace(SMALL["paper"], key_step=False), 33, seed=10)
+    stored, loaded = stored_and_loaded(made, storage, storage)
+    result, single = stored.compress(15), loaded.compress(15)
+    assert result.states.tolist() == [VALUE_ONLY] * 2
+    assert torch.equal(result.values.float(), storage.store(single.values).float())
+    assert torch.equal(result.keys.float(), storage.store(single.keys).float())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    # float8_e4m3fn has no infinity.
+    [(torch.float8_e4m3fn, torch.nan), (torch.float8_e5m2, torch.nan), (torch.float8_e5m2, torch.inf)],
+)
+def test_a_non_finite_eight_bit_number_is_not_stored_as_a_large_one(dtype: torch.dtype, bad: float) -> None:
+    made = layer(SMALL["default"], 31, n_kv_heads=3, seed=11)
+    stored, _ = stored_and_loaded(made, Storage(dtype), Storage(dtype))
+    stored.inputs.values[30, 1, 0] = bad
+    result = stored.compress(14)
+    assert not result.is_finite
+    assert not math.isfinite(result.error_after)
 
 
 @pytest.mark.parametrize("name", ["default", "paper"])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from grkv_kernels import read_slots
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from grkv_sglang.attention.kv_scales import kv_scales
 from grkv_sglang.attention.torch_backend import GrkvTorchAttnBackend
 from grkv_sglang.attention.triton_backend import GrkvTritonAttnBackend
+from grkv_sglang.config import TRITON_ATTENTION
+from grkv_sglang.core import Storage
 from tests.attention.interpreted.world import (
     HEAD_DIM,
     HEADS,
@@ -122,6 +127,69 @@ def test_heads_that_hold_tokens_of_their_own(mode, page_size, seed, dtype):
         world.runner.req_to_token_pool.grkv_row_gaps.set(request.row, request.gap)
     torch.manual_seed(99)
     assert not torch.allclose(both(requests)[1], want, atol=0.1)
+
+
+def reference(query, keys, values, scale):
+    """Attention of the last q of n tokens in float64: [q, heads, d] over [n, kv_heads, d]."""
+    group = HEADS // KV_HEADS
+    num_new, num_keys = len(query), len(keys)
+    output = torch.empty(num_new, HEADS, HEAD_DIM, dtype=torch.float64)
+    for i in range(num_new):
+        visible = num_keys - num_new + i + 1
+        for h in range(HEADS):
+            weights = torch.softmax(keys[:visible, h // group] @ query[i, h].double() * scale, 0)
+            output[i, h] = weights @ values[:visible, h // group]
+    return output
+
+
+@pytest.mark.parametrize("scales", [(None, None), (0.07, 3.0)], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE], ids=["extend", "decode"])
+def test_a_narrow_pool_is_read_as_compression_reads_it(scales, mode):
+    """Both read `kv_scales` times what is stored; a decoding token's own KV has gone through the pool.
+
+    float16 stands for all narrow pools: SGLang's kernels treat them alike, and the interpreter computes
+    products of no narrower numbers (nor of bfloat16).
+    """
+    runner = model_runner(1, torch.float32, torch.float16)
+    backend = GrkvTritonAttnBackend(runner)
+    layer = RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
+    for side, scale in zip("kv", scales, strict=True):
+        if scale is not None:
+            setattr(layer, f"{side}_scale", torch.tensor(scale))
+            setattr(layer, f"{side}_scale_float", scale)
+    known = kv_scales(layer, TRITON_ATTENTION)
+    assert known == tuple(scale or 1.0 for scale in scales)
+    for buffer in runner.token_to_kv_pool.get_kv_buffer(0):
+        buffer.fill_(torch.nan)
+    world = World(runner, 3)
+    torch.manual_seed(3)
+    requests = world.requests(3, new=1 if mode == ForwardMode.DECODE else None)
+    table = runner.req_to_token_pool.req_to_token
+    for request in requests:
+        slots = KVWriteLoc(table[request.row, request.gap : request.prefix].long())
+        kv = torch.randn(2, len(slots.loc), KV_HEADS, HEAD_DIM)
+        runner.token_to_kv_pool.set_kv_buffer(layer, slots, *kv, layer.k_scale, layer.v_scale)
+    batch = world.batch(requests, mode)
+    q, k, v = random_qkv(sum(r.new for r in requests), torch.float32)
+    backend.init_forward_metadata(batch)
+    forward = backend.forward_decode if mode == ForwardMode.DECODE else backend.forward_extend
+    got = forward(q.clone(), k.clone(), v.clone(), layer, batch).view(-1, HEADS, HEAD_DIM)
+    start = 0
+    for request in requests:
+        new = slice(start, start + request.new)
+        slots = table[request.row, request.gap : request.seq_len]
+        read = [
+            Storage(buffer.dtype, scale).load(read_slots(buffer, slots)).double()
+            for buffer, scale in zip(runner.token_to_kv_pool.get_kv_buffer(0), known, strict=True)
+        ]
+        if mode == ForwardMode.EXTEND:  # reads the new tokens' KV from the batch
+            for stored, own in zip(read, (k, v), strict=True):
+                stored[-request.new :] = own[new].double()
+        want = reference(q[new].view(-1, HEADS, HEAD_DIM), *read, layer.scaling)
+        # The kernels round queries and weights to the pool's dtype.
+        bound = TOLERANCE[torch.float16] * known.value
+        torch.testing.assert_close(got[new].double(), want, atol=bound, rtol=bound)
+        start += request.new
 
 
 def test_decode_from_what_a_graph_captured():

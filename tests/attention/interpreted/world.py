@@ -31,13 +31,19 @@ UNWRITTEN = 999_999_999
 
 
 def model_runner(
-    page_size: int, dtype: torch.dtype = torch.float32, layers: int = 1, **changes: Any
+    page_size: int,
+    dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
+    layers: int = 1,
+    **changes: Any,
 ) -> SimpleNamespace:
-    """The parts of SGLang's ModelRunner that attention backends look at; pools and translator are real."""
+    """The parts of SGLang's ModelRunner that attention backends look at; pools and translator are real.
+    `kv_dtype`: the pool's, `dtype` unless given."""
+    kv_dtype = kv_dtype or dtype
     pool = ReqToTokenPool(NUM_ROWS, ROW_TOKENS, "cpu", False)
     pool.req_to_token[1:] = UNWRITTEN
     slots = (NUM_ROWS + 1) * 2 * ROW_TOKENS
-    kv = MHATokenToKVPool(slots, page_size, dtype, KV_HEADS, HEAD_DIM, layers, "cpu", False)
+    kv = MHATokenToKVPool(slots, page_size, kv_dtype, KV_HEADS, HEAD_DIM, layers, "cpu", False)
     allocator = SimpleNamespace(get_kvcache=lambda: kv, page_size=page_size)
     translator = KVIndexTranslator(
         req_to_token=pool.req_to_token, token_to_kv_pool_allocator=allocator, token_to_kv_pool=kv,
@@ -51,7 +57,7 @@ def model_runner(
         linear_attn_registry_result=None, hf_config=LlamaConfig(architectures=["LlamaForCausalLM"]),
     )  # fmt: skip
     runner = SimpleNamespace(
-        device="cpu", gpu_id=0, page_size=page_size, dtype=dtype, kv_cache_dtype=dtype,
+        device="cpu", gpu_id=0, page_size=page_size, dtype=dtype, kv_cache_dtype=kv_dtype,
         req_to_token_pool=pool, token_to_kv_pool=kv, token_to_kv_pool_allocator=allocator,
         kv_index_translator=translator, model_config=config, server_args=get_server_args(),
         sliding_window_size=None, is_draft_worker=False, spec_algorithm=SpeculativeAlgorithm.NONE,

@@ -122,8 +122,9 @@ def _poison_freed_slots() -> None:
 
     def poison(allocator, slots):
         pool = allocator.get_kvcache()
-        for buffer in (*pool.k_buffer, *pool.v_buffer):
-            buffer[slots] = torch.nan
+        for layer in range(pool.layer_num):
+            for buffer in pool.get_kv_buffer(layer):  # numbers of 8 bits are kept as bytes
+                buffer[slots] = torch.nan
 
     free, release = TokenToKVPoolAllocator.free, PagedTokenToKVPoolAllocator._release_page_ids
 
