@@ -28,6 +28,7 @@ from grkv_sglang.core import (
     QueryPlan,
     RotaryTable,
     SpanQuality,
+    Storage,
     compress_layer,
     get_scorer,
     plan_queries,
@@ -116,10 +117,16 @@ class Compressed:
 
 
 class Host:
-    """A model and its tokenizer."""
+    """A model and its tokenizer.
+
+    Attributes:
+        storage: how a prefix's KV is held, the model's dtype unless set. A prefill computes with its own KV
+            as it is (as engines do within a chunk); everything after it reads what was stored.
+    """
 
     def __init__(self, model: Path | str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         AttentionInterface.register(ATTENTION, self._dispatch)
+        self.storage = Storage(dtype)
         self.device = torch.device(device)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=ATTENTION)
@@ -145,9 +152,10 @@ class Host:
         started = time.perf_counter()
         self._forward(torch.tensor([list(token_ids)]), torch.arange(len(token_ids))[None], recorder)
         self._synchronise()
-        return Prefix(
-            list(token_ids), recorder.layers, recorder.queries, recorder.scales, time.perf_counter() - started
-        )
+        elapsed = time.perf_counter() - started
+        rounded = self.storage.rounded
+        layers = [LayerCache(rounded(layer.keys), rounded(layer.values)) for layer in recorder.layers]
+        return Prefix(list(token_ids), layers, recorder.queries, recorder.scales, elapsed)
 
     @torch.inference_mode()
     def run_pass(
@@ -206,14 +214,24 @@ class Host:
             for layer in range(self.n_layers)
         ]
         self._synchronise()
-        return compressed_of(prefix.n_tokens, results, sum(prefix.pass_s[kind] for kind in profile.passes))
+        compressed = compressed_of(
+            prefix.n_tokens, results, sum(prefix.pass_s[kind] for kind in profile.passes)
+        )
+        for layer in compressed.layers:
+            layer.keys, layer.values = (
+                self.storage.load(stored).to(prefix.layers[0].keys.dtype)
+                for stored in (layer.keys, layer.values)
+            )
+        return compressed
 
     def layer_inputs(self, prefix: Prefix, layer: int, plan: QueryPlan, profile: Profile) -> LayerInputs:
         """What the core needs of one layer."""
         cached = prefix.layers[layer]
         return LayerInputs(
-            keys=cached.keys.transpose(0, 1),
-            values=cached.values.transpose(0, 1),
+            keys=self.storage.store(cached.keys.transpose(0, 1)),
+            values=self.storage.store(cached.values.transpose(0, 1)),
+            key_scale=self.storage.scale,
+            value_scale=self.storage.scale,
             queries=prefix.queries[layer][plan.positions.to(self.device)],
             scale=prefix.scales[layer],
             output_projection=self.output_projections.get(layer)

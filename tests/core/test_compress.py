@@ -5,7 +5,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -910,16 +910,16 @@ EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
 def stored_and_loaded(made: Layer, key: Storage, value: Storage) -> tuple[Layer, Layer]:
     """The layer with everything stored, and with the float32 numbers that this stands for."""
     inputs = made.inputs
-    stored, loaded = {}, {}
+    stored: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     for name, storage in (("keys", key), ("values", value)):
         for field in (name, f"ancestor_{name}"):
             exact = getattr(inputs, field)
             if exact is not None:
                 stored[field] = storage.store(exact)
                 loaded[field] = storage.load(stored[field])
-    scales = {"key_scale": key.scale, "value_scale": value.scale}
     return (
-        replace(made, inputs=replace(inputs, **stored, **scales)),
+        replace(made, inputs=replace(inputs, **stored, key_scale=key.scale, value_scale=value.scale)),
         replace(made, inputs=replace(inputs, **loaded)),
     )
 

@@ -178,14 +178,13 @@ def test_a_narrow_pool_is_read_as_compression_reads_it(scales, mode):
     for request in requests:
         new = slice(start, start + request.new)
         slots = table[request.row, request.gap : request.seq_len]
-        read = [
+        keys, values = (
             Storage(buffer.dtype, scale).load(read_slots(buffer, slots)).double()
             for buffer, scale in zip(runner.token_to_kv_pool.get_kv_buffer(0), known, strict=True)
-        ]
+        )
         if mode == ForwardMode.EXTEND:  # reads the new tokens' KV from the batch
-            for stored, own in zip(read, (k, v), strict=True):
-                stored[-request.new :] = own[new].double()
-        want = reference(q[new].view(-1, HEADS, HEAD_DIM), *read, layer.scaling)
+            keys[-request.new :], values[-request.new :] = k[new].double(), v[new].double()
+        want = reference(q[new].view(-1, HEADS, HEAD_DIM), keys, values, layer.scaling)
         # The kernels round queries and weights to the pool's dtype.
         bound = TOLERANCE[torch.float16] * known.value
         torch.testing.assert_close(got[new].double(), want, atol=bound, rtol=bound)
