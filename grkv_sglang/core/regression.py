@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from grkv_sglang.core.attention import Attention, Partial, attend
+from grkv_sglang.core.products import gram_with_ridge, jacobian, transposed_times
 from grkv_sglang.core.profiles import Profile
 from grkv_sglang.core.storage import Storage
 
@@ -283,10 +284,8 @@ def value_step(weights: Tensor, residual: Tensor, *, ridge: float) -> Tensor:
     Returns:
         dV [H, f, dv]; zero for a head whose system has no Cholesky factor in this precision.
     """
-    gram = torch.bmm(weights, weights.transpose(1, 2))
-    gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    factor, info = torch.linalg.cholesky_ex(gram)
-    delta = torch.bmm(weights.transpose(1, 2), torch.cholesky_solve(residual, factor))
+    factor, info = torch.linalg.cholesky_ex(gram_with_ridge(weights, ridge))
+    delta = transposed_times(weights, torch.cholesky_solve(residual, factor))
     return torch.where((info == 0)[:, None, None], delta, 0.0)
 
 
@@ -303,10 +302,7 @@ def key_step(
     tolerance: float,
 ) -> Tensor:
     """The change of the free keys that minimises `||J dK - r||^2 + ridge ||dK||^2`, with J the Jacobian of
-    the outputs in the free keys, which is never formed:
-
-        (J dK)_i  = scale * sum_s a_is (q_i . dk_s) (v_s - o_i)
-        (J^T u)_s = scale * sum_i a_is ((v_s - o_i) . u_i) q_i
+    the outputs in the free keys (`products.jacobian`).
 
     Args:
         queries: q, [H, N, d].
@@ -321,23 +317,12 @@ def key_step(
     Returns:
         dK [H, f, d].
     """
-    scaled = weights * scale
-    values_t = values.transpose(1, 2).contiguous()
-
-    def jacobian(delta: Tensor) -> Tensor:
-        pushed = torch.bmm(queries, delta.transpose(1, 2)).mul_(scaled)
-        return torch.bmm(pushed, values).sub_(pushed.sum(dim=-1, keepdim=True) * output)
-
-    def transposed_jacobian(u: Tensor) -> Tensor:
-        pulled = torch.bmm(u, values_t).sub_((output * u).sum(dim=-1, keepdim=True)).mul_(scaled)
-        return torch.bmm(pulled.transpose(1, 2), queries)
+    at = jacobian(queries, weights, values, output, scale)
 
     def normal(delta: Tensor) -> Tensor:
-        return transposed_jacobian(jacobian(delta)).add_(delta, alpha=ridge)
+        return at.transposed(at.product(delta)).add_(delta, alpha=ridge)
 
-    return conjugate_gradients(
-        normal, transposed_jacobian(residual), iterations=iterations, tolerance=tolerance
-    )
+    return conjugate_gradients(normal, at.transposed(residual), iterations=iterations, tolerance=tolerance)
 
 
 def conjugate_gradients(

@@ -23,6 +23,17 @@ def runs_reference(device: torch.device) -> bool:
     return device.type == "cpu" and not INTERPRETED
 
 
+def has_kernels(device: torch.device, *head_dims: int) -> bool:
+    """Whether the launchers run kernels on tensors of a device with heads of these sizes: for callers with an
+    expression of their own for anything else. NVIDIA cards from capability 8.0 on, and the interpreter."""
+    if max(head_dims, default=1) > MAX_HEAD_DIM:
+        return False
+    if device.type == "cpu":
+        return INTERPRETED
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def check(
     name: str,
     tensor: Tensor,

@@ -15,7 +15,8 @@ def ridged_gram(weights: Tensor, *, ridge: float) -> Tensor:
     """`X X^T + ridge I`.
 
     Args:
-        weights: X, [H, N, f] float32, float16 or bfloat16.
+        weights: X, [H, N, f] float32, float16 or bfloat16, any strides with adjacent numbers of a row (a view
+            of the first tokens of all weights will do).
         ridge: added to the diagonal.
 
     Returns:
@@ -24,7 +25,7 @@ def ridged_gram(weights: Tensor, *, ridge: float) -> Tensor:
     Raises:
         ValueError: a shape, dtype, device or layout does not fit.
     """
-    check("weights", weights, ("H", "N", "f"), FLOATS, weights.device)
+    check("weights", weights, ("H", "N", "f"), FLOATS, weights.device, contiguous=False)
     if runs_reference(weights.device):
         return ridged_gram_reference(weights, ridge=ridge)
     n_heads, n_rows, n_columns = weights.shape
@@ -35,6 +36,8 @@ def ridged_gram(weights: Tensor, *, ridge: float) -> Tensor:
         _gram_kernel[(n_heads, blocks, blocks)](
             weights,
             result,
+            weights.stride(0),
+            weights.stride(1),
             n_rows,
             n_columns,
             ridge,
@@ -58,8 +61,8 @@ def transposed_product(weights: Tensor, u: Tensor) -> Tensor:
     """`X^T u`.
 
     Args:
-        weights: X, [H, N, f] float32, float16 or bfloat16.
-        u: [H, N, dv], likewise.
+        weights: X, [H, N, f] as for `ridged_gram`.
+        u: [H, N, dv] float32, float16 or bfloat16.
 
     Returns:
         [H, f, dv] float32; 0 if N is 0.
@@ -67,7 +70,7 @@ def transposed_product(weights: Tensor, u: Tensor) -> Tensor:
     Raises:
         ValueError: a shape, dtype, device or layout does not fit, or dv is over 128.
     """
-    check("weights", weights, ("H", "N", "f"), FLOATS, weights.device)
+    check("weights", weights, ("H", "N", "f"), FLOATS, weights.device, contiguous=False)
     n_heads, n_rows, n_columns = weights.shape
     check("u", u, (n_heads, n_rows, "dv"), FLOATS, weights.device)
     check_head_dim("u", u)
@@ -81,6 +84,8 @@ def transposed_product(weights: Tensor, u: Tensor) -> Tensor:
             weights,
             u,
             result,
+            weights.stride(0),
+            weights.stride(1),
             n_rows,
             n_columns,
             ROWS=shape.rows,
@@ -101,8 +106,10 @@ def transposed_product_reference(weights: Tensor, u: Tensor) -> Tensor:
 
 @triton.jit
 def _gram_kernel(
-    weights: tl.tensor,  # [heads, rows, columns]
+    weights: tl.tensor,  # [heads, rows, columns], strided
     result: tl.tensor,  # [heads, rows, rows] float32
+    stride_head: tl.tensor,
+    stride_row: tl.tensor,
     n_rows: tl.tensor,
     n_columns: tl.tensor,
     ridge: tl.tensor,
@@ -121,12 +128,12 @@ def _gram_kernel(
             column = first + tl.arange(0, COLUMNS)
             is_column = column < n_columns
             a = tl.load(
-                weights + (head * n_rows + left)[:, None] * n_columns + column[None, :],
+                weights + head * stride_head + left.to(tl.int64)[:, None] * stride_row + column[None, :],
                 mask=is_left[:, None] & is_column[None, :],
                 other=0.0,
             ).to(tl.float32)
             b = tl.load(
-                weights + (head * n_rows + right)[:, None] * n_columns + column[None, :],
+                weights + head * stride_head + right.to(tl.int64)[:, None] * stride_row + column[None, :],
                 mask=is_right[:, None] & is_column[None, :],
                 other=0.0,
             ).to(tl.float32)
@@ -141,9 +148,11 @@ def _gram_kernel(
 
 @triton.jit
 def _transposed_product_kernel(
-    weights: tl.tensor,  # [heads, rows, columns]
+    weights: tl.tensor,  # [heads, rows, columns], strided
     u: tl.tensor,  # [heads, rows, VALUE_DIM]
     result: tl.tensor,  # [heads, columns, VALUE_DIM] float32
+    stride_head: tl.tensor,
+    stride_row: tl.tensor,
     n_rows: tl.tensor,
     n_columns: tl.tensor,
     ROWS: tl.constexpr,
@@ -163,7 +172,7 @@ def _transposed_product_kernel(
         is_row = row < n_rows
         at_row = head * n_rows + row
         transposed = tl.load(
-            weights + at_row[None, :] * n_columns + column[:, None],
+            weights + head * stride_head + row.to(tl.int64)[None, :] * stride_row + column[:, None],
             mask=is_row[None, :] & is_column[:, None],
             other=0.0,
         ).to(tl.float32)

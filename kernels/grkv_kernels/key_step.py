@@ -30,7 +30,8 @@ def key_jvp(
 
     Args:
         queries: q, [H, N, d] float32, float16 or bfloat16.
-        weights: a, [H, N, f] softmax weights of the f tokens whose keys move, any of these dtypes.
+        weights: a, [H, N, f] softmax weights of the f tokens whose keys move, any of these dtypes and any
+            strides with adjacent numbers of a row (a view of the first tokens of all weights will do).
         values: v, [H, f, dv], likewise.
         output: o, [H, N, dv], likewise; over these and any other tokens.
         delta: dK, [H, f, d], likewise.
@@ -60,6 +61,8 @@ def key_jvp(
             output,
             delta,
             parts,
+            weights.stride(0),
+            weights.stride(1),
             n_heads,
             n_rows,
             n_free,
@@ -117,6 +120,8 @@ def key_vjp(
             u,
             (output.float() * u.float()).sum(dim=-1),
             result,
+            weights.stride(0),
+            weights.stride(1),
             n_rows,
             n_free,
             scale,
@@ -147,7 +152,7 @@ def _check(queries: Tensor, weights: Tensor, values: Tensor, output: Tensor) -> 
     check("queries", queries, ("H", "N", "d"), FLOATS, device)
     check_head_dim("queries", queries)
     n_heads, n_rows, _ = queries.shape
-    check("weights", weights, (n_heads, n_rows, "f"), FLOATS, device)
+    check("weights", weights, (n_heads, n_rows, "f"), FLOATS, device, contiguous=False)
     check("values", values, (n_heads, weights.shape[2], "dv"), FLOATS, device)
     check_head_dim("values", values)
     check("output", output, (n_heads, n_rows, values.shape[2]), FLOATS, device)
@@ -156,11 +161,13 @@ def _check(queries: Tensor, weights: Tensor, values: Tensor, output: Tensor) -> 
 @triton.jit
 def _jvp_kernel(
     queries: tl.tensor,  # [heads, rows, KEY_DIM]
-    weights: tl.tensor,  # [heads, rows, tokens]
+    weights: tl.tensor,  # [heads, rows, tokens], strided
     values: tl.tensor,  # [heads, tokens, VALUE_DIM]
     output: tl.tensor,  # [heads, rows, VALUE_DIM]
     delta: tl.tensor,  # [heads, tokens, KEY_DIM]
     parts: tl.tensor,  # [parts, heads, rows, VALUE_DIM] float32
+    weight_stride_head: tl.tensor,
+    weight_stride_row: tl.tensor,
     n_heads: tl.tensor,
     n_rows: tl.tensor,
     n_tokens: tl.tensor,
@@ -199,7 +206,10 @@ def _jvp_kernel(
             other=0.0,
         ).to(tl.float32)
         a = tl.load(
-            weights + at_row[:, None] * n_tokens + token[None, :],
+            weights
+            + head * weight_stride_head
+            + row.to(tl.int64)[:, None] * weight_stride_row
+            + token[None, :],
             mask=is_row[:, None] & is_token[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -223,11 +233,13 @@ def _jvp_kernel(
 @triton.jit
 def _vjp_kernel(
     queries: tl.tensor,  # [heads, rows, KEY_DIM]
-    weights: tl.tensor,  # [heads, rows, tokens]
+    weights: tl.tensor,  # [heads, rows, tokens], strided
     values: tl.tensor,  # [heads, tokens, VALUE_DIM]
     u: tl.tensor,  # [heads, rows, VALUE_DIM]
     along: tl.tensor,  # [heads, rows] float32, o . u
     result: tl.tensor,  # [heads, tokens, KEY_DIM] float32
+    weight_stride_head: tl.tensor,
+    weight_stride_row: tl.tensor,
     n_rows: tl.tensor,
     n_tokens: tl.tensor,
     scale: tl.tensor,
@@ -261,7 +273,10 @@ def _vjp_kernel(
             other=0.0,
         ).to(tl.float32)
         a = tl.load(
-            weights + at_row[None, :] * n_tokens + token[:, None],
+            weights
+            + head * weight_stride_head
+            + row.to(tl.int64)[None, :] * weight_stride_row
+            + token[:, None],
             mask=is_row[None, :] & is_token[:, None],
             other=0.0,
         ).to(tl.float32)

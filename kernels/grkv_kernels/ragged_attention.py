@@ -130,10 +130,10 @@ def ragged_attention(
             partial_lse,
             scale * math.log2(math.e),
             n_tokens,
+            num_splits,
             n_kv_heads,
             GROUP=group,
             ONE_QUERY=q_indptr is None,
-            NUM_SPLITS=num_splits,
             ROWS=shape.rows,
             TOKENS=shape.tokens,
             KEY_DIM=head_dim,
@@ -181,7 +181,8 @@ def ragged_attention_reference(
     return output, lse
 
 
-@triton.jit
+# They change from batch to batch: one kernel for all values, so that nothing is compiled while serving.
+@triton.jit(do_not_specialize=["n_tokens", "num_splits"])
 def _partial_kernel(
     queries: tl.tensor,  # [n_tokens, n_kv_heads * GROUP, KEY_DIM]
     key_cells: tl.tensor,  # [cells of the pool, KEY_DIM]
@@ -189,14 +190,14 @@ def _partial_kernel(
     cells: tl.tensor,  # [cells in use]
     cells_indptr: tl.tensor,  # [requests * n_kv_heads + 1]
     q_indptr: tl.tensor,  # [requests + 1], not read if ONE_QUERY
-    partial: tl.tensor,  # [NUM_SPLITS, n_tokens, n_kv_heads * GROUP, VALUE_DIM]
-    partial_lse: tl.tensor,  # [NUM_SPLITS, n_tokens, n_kv_heads * GROUP] float32
+    partial: tl.tensor,  # [num_splits, n_tokens, n_kv_heads * GROUP, VALUE_DIM]
+    partial_lse: tl.tensor,  # [num_splits, n_tokens, n_kv_heads * GROUP] float32
     scale_log2: tl.tensor,  # factor that makes logits to the base 2
     n_tokens: tl.tensor,
+    num_splits: tl.tensor,
     n_kv_heads: tl.tensor,
     GROUP: tl.constexpr,
     ONE_QUERY: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -224,7 +225,7 @@ def _partial_kernel(
     start = tl.load(cells_indptr + tl.program_id(0)).to(tl.int64)
     end = tl.load(cells_indptr + tl.program_id(0) + 1).to(tl.int64)
     # Whole tiles, so that a short range is one part and not many half-empty ones.
-    part = tl.cdiv(tl.cdiv(end - start, NUM_SPLITS), TOKENS) * TOKENS
+    part = tl.cdiv(tl.cdiv(end - start, num_splits), TOKENS) * TOKENS
     start = start + split * part
     end = tl.minimum(end, start + part)
     # Requests with fewer query tokens than others leave blocks without a row.
@@ -275,5 +276,5 @@ def _partial_kernel(
     tl.store(
         partial + at[:, None] * VALUE_DIM + value_dim[None, :],
         attended / total[:, None],
-        mask=(is_row & (has_cells | (NUM_SPLITS == 1)))[:, None] & (value_dim < VALUE_DIM)[None, :],
+        mask=(is_row & (has_cells | (num_splits == 1)))[:, None] & (value_dim < VALUE_DIM)[None, :],
     )

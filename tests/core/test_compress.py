@@ -1145,7 +1145,7 @@ def test_a_plan_without_queries_to_fit(name: str) -> None:
     assert result.error_after == result.error_before
 
 
-def test_the_core_imports_nothing_but_torch() -> None:
+def test_the_core_imports_nothing_but_torch_and_in_one_place_kernels() -> None:
     folder = Path(grkv_sglang.core.__file__).parent
     sources = sorted(folder.rglob("*.py"))
     assert len(sources) > 8
@@ -1158,5 +1158,7 @@ def test_the_core_imports_nothing_but_torch() -> None:
                 assert node.level == 0
                 names = [node.module or ""]
             for name in names:
-                allowed = name.split(".")[0] in {"torch", *sys.stdlib_module_names}
+                top = name.split(".")[0]
+                allowed = top in {"torch", *sys.stdlib_module_names}
+                allowed |= top == "grkv_kernels" and source.name == "products.py"
                 assert allowed or name.startswith("grkv_sglang.core"), f"{source.name} imports {name}"

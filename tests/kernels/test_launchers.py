@@ -20,7 +20,7 @@ from grkv_kernels import (
     window_scores,
 )
 from grkv_kernels.configs import TILES, tile
-from grkv_kernels.dispatch import INTERPRETED, runs_reference
+from grkv_kernels.dispatch import INTERPRETED, has_kernels, runs_reference
 from grkv_kernels.key_step import key_jvp_reference
 from grkv_kernels.ragged_attention import ragged_attention_reference
 
@@ -36,6 +36,28 @@ def test_cpu_tensors_go_to_the_reference():
         assert torch.equal(actual, reference)
     q, a, v = torch.randn(1, 3, 64), torch.rand(1, 3, 5), torch.randn(1, 5, 64)
     assert torch.equal(key_jvp(q, a, v, q, v, scale=0.1), key_jvp_reference(q, a, v, q, v, scale=0.1))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "head_dims", "expected"),
+    [
+        ("cpu", (8, 0), (), False),
+        ("cuda", (8, 0), (), True),
+        ("cuda", (12, 0), (64, 128), True),
+        ("cuda", (9, 0), (64, 129), False),
+        ("cuda", (7, 5), (64,), False),
+        ("xpu", (8, 0), (64,), False),
+    ],
+)
+def test_where_there_are_kernels(monkeypatch, device, capability, head_dims, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert has_kernels(torch.device(device), *head_dims) == expected
+
+
+def test_no_kernels_on_another_makers_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not has_kernels(torch.device("cuda"))
 
 
 def test_references_take_bfloat16():
@@ -111,8 +133,10 @@ REFUSED = [
     (lambda: gather_tokens(_POOL, _LONG[:0], _LONG.repeat(2, 3, 1)), "slots for 2 kept tokens, got none"),
     (lambda: scatter_tokens(_POOL, _LONG, _X), r"expected rows \[2, 3, 2, 64\]"),
     (lambda: ridged_gram(_LSE, ridge=0.0), r"expected weights \[H, N, f\]"),
+    (lambda: ridged_gram(torch.zeros(2, 64, 3).mT, ridge=0.0), "weights contiguous in its last dimension"),
     (lambda: transposed_product(_X, _X[:, :2]), r"expected u \[2, 3, dv\]"),
     (lambda: key_jvp(_X, _X, _X, _X, _X, scale=1.0), r"expected values \[2, 64, dv\]"),
+    (lambda: key_jvp(_X, torch.zeros(2, 5, 3).mT, _X, _X, _X, scale=1.0), "weights contiguous in its last"),
     (lambda: key_vjp(_X, _X[..., :3].contiguous(), _X, _X, _LSE, scale=1.0), r"expected u \[2, 3, 64\]"),
 ]  # fmt: skip
 

@@ -12,20 +12,21 @@ from grkv_kernels.gram import (
 )
 
 CASES = [
-    # dtype, KV heads, rows, columns, dv
-    (torch.float32, 3, 75, 33, 128),
-    (torch.float32, 1, 130, 70, 80),
-    (torch.float16, 2, 5, 67, 64),
+    # dtype, KV heads, rows, columns, dv, columns behind them
+    (torch.float32, 3, 75, 33, 128, 0),
+    (torch.float32, 1, 130, 70, 80, 0),
+    (torch.float16, 2, 5, 67, 64, 0),
+    (torch.float32, 2, 41, 50, 64, 9),
+    (torch.float16, 3, 70, 16, 64, 16),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_products(case):
-    dtype, n_heads, n_rows, n_columns, dv = case
+    dtype, n_heads, n_rows, n_columns, dv, n_other = case
     generator = torch.Generator().manual_seed(n_rows)
-    weights = torch.softmax(2 * torch.randn(n_heads, n_rows, n_columns, generator=generator), dim=-1).to(
-        dtype
-    )
+    logits = 2 * torch.randn(n_heads, n_rows, n_columns + n_other, generator=generator)
+    weights = torch.softmax(logits, dim=-1).to(dtype)[:, :, :n_columns]
     u = torch.randn(n_heads, n_rows, dv, generator=generator)
     exact = weights.double()
 

@@ -45,7 +45,8 @@ def test_products(case, monkeypatch):
     _, pulled = torch.autograd.functional.vjp(attention, free_keys, u.double())
     logits = queries.double() @ keys.transpose(1, 2) * scale
     # In float32: what both products take for given must not be rounded to 16 bits first.
-    weights = torch.softmax(logits, dim=-1)[:, :, :n_free].float().contiguous()
+    weights = torch.softmax(logits, dim=-1).float()[:, :, :n_free]  # a view where there are other tokens
+    assert weights.is_contiguous() == (n_other == 0)
     given = queries, weights, values[:, :n_free].contiguous(), output.float()
 
     forward = key_jvp(*given, delta, scale=scale)
