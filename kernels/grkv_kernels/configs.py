@@ -41,7 +41,7 @@ _AMPERE: dict[Kernel, Tile] = {
     "column_mean": Tile(rows=32, tokens=64, num_warps=8, num_stages=2),
     "move": Tile(rows=32, tokens=1, num_warps=4, num_stages=1),
     "gram": Tile(rows=64, tokens=16, num_warps=4, num_stages=2),
-    "product": Tile(rows=32, tokens=64, num_warps=4, num_stages=2),
+    "product": Tile(rows=32, tokens=64, num_warps=8, num_stages=2),
     "jvp": Tile(rows=32, tokens=32, num_warps=8, num_stages=2),
     "vjp": Tile(rows=32, tokens=32, num_warps=8, num_stages=2),
 }
@@ -51,11 +51,13 @@ _HOPPER: dict[Kernel, Tile] = _AMPERE | {
     "row_lse": Tile(rows=64, tokens=64, num_warps=4, num_stages=2),
     "column_mean": Tile(rows=64, tokens=64, num_warps=4, num_stages=2),
     "gram": Tile(rows=64, tokens=32, num_warps=4, num_stages=2),
+    "product": Tile(rows=32, tokens=64, num_warps=4, num_stages=2),
 }
 _BLACKWELL: dict[Kernel, Tile] = _AMPERE | {
     "row_lse": Tile(rows=64, tokens=64, num_warps=8, num_stages=2),
     "column_mean": Tile(rows=64, tokens=64, num_warps=8, num_stages=2),
     "gram": Tile(rows=64, tokens=32, num_warps=8, num_stages=2),
+    "product": Tile(rows=32, tokens=64, num_warps=4, num_stages=2),
 }
 
 TILES: dict[Capability, dict[Kernel, Tile]] = {
