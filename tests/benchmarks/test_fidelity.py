@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks import kv_dtypes
 from benchmarks.fidelity.__main__ import load_rows, save
 from benchmarks.fidelity.cases import (
     Case,
@@ -43,7 +44,15 @@ from benchmarks.fidelity.report import (
 )
 from benchmarks.fidelity.run import Measure, Row, as_dict, case_id, from_dict, measure_case
 from benchmarks.peers import PEERS
-from grkv_sglang.core import get_profile, get_scorer, plan_queries, profile_names, scorer_names
+from grkv_sglang.core import (
+    STORAGE_DTYPES,
+    Storage,
+    get_profile,
+    get_scorer,
+    plan_queries,
+    profile_names,
+    scorer_names,
+)
 
 # --- documents ----------------------------------------------------------------------------------------
 
@@ -789,6 +798,42 @@ class TestHost:
 
 def replace_layer(cached: LayerCache, keys: Tensor) -> LayerCache:
     return LayerCache(keys, cached.values, cached.valid, cached.log_counts)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_a_pool_of_another_dtype(model_dir: Path, prefix: Prefix, dtype: torch.dtype) -> None:
+    """What is held is the prefill's KV rounded, and what comes of a compression can be stored."""
+    host = Host(model_dir)
+    host.storage = Storage(dtype, 1.0 if dtype == torch.float32 else 0.25)
+    stored = host.prefill(CONTEXT)
+    compressed = host.compress(stored, quick("default"), 45)
+    for exact, held, layer in zip(prefix.layers, stored.layers, compressed.layers, strict=True):
+        for name in ("keys", "values"):
+            whole, some = getattr(held, name), getattr(layer, name)
+            assert torch.equal(whole, host.storage.rounded(getattr(exact, name)))
+            assert some.dtype == torch.float32
+            assert torch.equal(some, host.storage.rounded(some))
+            assert torch.equal(some[:, -5:], whole[:, -5:]), "the window is kept as it is"
+
+
+def test_the_loss_of_narrow_pools(model_dir: Path) -> None:
+    rows = kv_dtypes.measure(Host(model_dir), "made up", [*CONTEXT, *drawn(13, 4)], N, [0.5], "default")
+    assert [(row.dtype, row.budget, row.slots) for row in rows] == [
+        (str(dtype).removeprefix("torch."), budget, slots)
+        for dtype in STORAGE_DTYPES
+        for budget, slots in ((1.0, N), (0.5, 45))
+    ]
+    full = [row for row in rows if row.budget == 1]
+    assert {(row.kl, row.quality) for row in full} == {(0.0, 1.0)}
+    assert full[0].kl_float32 == 0
+    # The fewer bits behind the point, the farther away.
+    narrow = {row.dtype: row.kl_float32 for row in full[1:]}
+    assert 0 < narrow["float16"] < narrow["bfloat16"] < narrow["float8_e4m3fn"] < narrow["float8_e5m2"]
+    compressed = [row for row in rows if row.budget == 0.5]
+    assert all(row.kl > 0 and 0 < row.quality < 1 for row in compressed)
+    assert compressed[0].kl == compressed[0].kl_float32
+    (first, *_) = kv_dtypes.means([replace(rows[1], kl=1.0), replace(rows[1], kl=2.0)])
+    assert (first.document, first.kl, first.slots) == ("mean of 2", 1.5, 45)
 
 
 def test_measuring_a_case(host: Host) -> None:
