@@ -79,6 +79,11 @@ HOST_SYMBOLS: tuple[HostSymbol, ...] = (
         "plugin: the attention backend where none was named",
     ),
     HostSymbol(HOOK_FORWARD_BATCH, ("batch", "model_runner"), "plugin: gaps on the host"),
+    HostSymbol(
+        f"{_SRT}.arg_groups.model_override_base.attention_backends_of",
+        ("cfg",),
+        "plugin: which backends a request's budgets per head would meet",
+    ),
     HostSymbol(f"{_SRT}.utils.auth.auth_level", ("level",), "admin: the routes' protection"),
     HostSymbol(HOOK_REQUEST_LEVEL, ("self", "key"), "plugin: meta_info['grkv'] is one value per request"),
     HostSymbol(f"{_SRT}.managers.scheduler.Scheduler.is_fully_idle", ("self",), "plugin: census"),

@@ -175,4 +175,6 @@ class OrdinaryRanges:
         requests, start, end = (torch.tensor(numbers, device=device) for numbers in (request, starts, ends))
         start = torch.where(start == own, first[requests], start)
         end = torch.where(end == own, (first + lens)[requests], end)
-        return cls(requests, start, end - start, torch.tensor(last, device=device))
+        # Rows of live requests reach beyond their regions; one that SGLang borrows for a warm-up may not.
+        sizes = (end - start).clamp(min=0)
+        return cls(requests, start, sizes, torch.tensor(last, device=device))

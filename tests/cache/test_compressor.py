@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from grkv_sglang.attention.ragged import RaggedRegion
 from grkv_sglang.cache.compressor import (
     CHUNK_TOKENS,
+    Compression,
     CompressionError,
     Compressor,
     SpanSource,
@@ -258,6 +259,61 @@ def test_the_attention_of_a_probe_behind_such_spans(heads: int, n_kv_heads: int)
             logits = keys[index] @ queries[i, head].double() * 0.3
             expected = logits.softmax(0) @ values[index]
             torch.testing.assert_close(got[i, head].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scorer", "n_slots"), [("adakv", 20), ("adakv", 60), ("snapkv", 20)])
+def test_a_layer_is_written_head_by_head(scorer: str, n_slots: int):
+    """What a layer's heads keep, in the order of their tokens, cell by cell; nothing else is touched."""
+    torch.manual_seed(n_slots)
+    n, heads, n_kv_heads, dim, n_layers = 60, 6, 3, 8, 2
+    profile = replace(
+        get_profile("paper"), scorer=scorer, n_window=5, fit_window=5, n_held_out=4, rerotate=False, sinks=1
+    )
+    pool = MHATokenToKVPool(150, 1, torch.float32, n_kv_heads, dim, n_layers, "cpu", False)
+    for layer in range(n_layers):
+        for buffer in pool.get_kv_buffer(layer):
+            buffer.copy_(torch.randn(buffer.shape))
+            buffer[:, 1] *= 3  # heads whose attention is more peaked keep fewer tokens
+    slots, new_slots, others = (torch.randperm(150) + 1).split([n, n_slots, 150 - n - n_slots])
+    span = replace(
+        source(), start_tokens=0, exact_start_tokens=0, token_ids=range(n), slots=slots,
+        ancestor_slots=torch.arange(0),
+    )  # fmt: skip
+    runner: Any = SimpleNamespace(
+        token_to_kv_pool=pool,
+        model=torch.nn.Identity(),
+        model_config=SimpleNamespace(num_hidden_layers=n_layers),
+        device="cpu",
+    )
+    compressor, plan = Compressor(runner), plan_queries(n, profile)
+    probe = _Probe(span, plan)
+    probe.queries = {i: (torch.randn(len(plan.positions), heads, dim), 0.4) for i in range(n_layers)}
+    before = [[buffer.clone() for buffer in pool.get_kv_buffer(i)] for i in range(n_layers)]
+    work = Compression(compressor, span, profile, plan, new_slots, probe, None, None)
+    for layer in range(n_layers):
+        result = compressor.compress_layer(work, layer)
+        cells = [(int(slot), row) for slot in new_slots for row in range(n_kv_heads)]
+        for buffer, old, rows in zip(
+            pool.get_kv_buffer(layer), before[layer], (result.keys, result.values), strict=True
+        ):
+            assert torch.equal(buffer[others], old[others])
+            assert torch.equal(buffer[slots], old[slots])
+            if work.counts is None:
+                assert torch.equal(buffer[new_slots], rows)
+                continue
+            expected = [
+                rows[i, head]
+                for head in range(n_kv_heads)
+                for i, token in enumerate(result.kept[head].tolist())
+                if token >= 0
+            ]
+            assert torch.equal(torch.stack([buffer[cell] for cell in cells]), torch.stack(expected))
+            assert work.counts[layer].tolist() == [
+                sum(token >= 0 for token in tokens) for tokens in result.kept.tolist()
+            ]
+    assert (work.counts is not None) == (scorer == "adakv" and n_slots < n)
+    if work.counts is not None:
+        assert len(set(work.counts[0].tolist())) > 1
 
 
 def test_merged_spans():
