@@ -76,6 +76,7 @@ def create_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         tp_size=ctx.tp_size,
         head_dim=ctx.model_config.head_dim,
         cuda_graphs=not resolved_view(ctx.server_args).disable_cuda_graph,
+        narrow_kv=runner.token_to_kv_pool.dtype.itemsize == 1,
     )
     prompts = None if tokenizer is None else pass_prompts(tokenizer)
     compressor = Compressor(runner, prompts, per_head)
@@ -197,6 +198,7 @@ def _check_per_head(options: Mapping[str, Any], manager: Any) -> None:
         tp_size=arguments.tp_size,
         head_dim=manager.model_config.head_dim,
         cuda_graphs=not arguments.disable_cuda_graph,
+        narrow_kv=arguments.kv_cache_dtype.startswith("fp8"),
     )
     if refusal is not None:
         raise OptionsError(f"custom_params.grkv: {asked} {refusal}")

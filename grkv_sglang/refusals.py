@@ -195,7 +195,7 @@ def attention_problems(prefill: str, decode: str, device: str, cuda_graphs: bool
 
 
 def per_head_refusal(
-    prefill: str, decode: str, *, tp_size: int, head_dim: int, cuda_graphs: bool
+    prefill: str, decode: str, *, tp_size: int, head_dim: int, cuda_graphs: bool, narrow_kv: bool
 ) -> str | None:
     """Why a server refuses what makes spans whose heads keep different numbers of tokens, with the way out,
     to be read behind what is refused; None where it serves them.
@@ -205,6 +205,7 @@ def per_head_refusal(
         tp_size: tensor-parallel ranks.
         head_dim: the model's head size.
         cuda_graphs: whether SGLang may capture any.
+        narrow_kv: whether the pool stores numbers of eight bits.
     """
     from grkv_kernels.dispatch import MAX_HEAD_DIM
 
@@ -216,6 +217,8 @@ def per_head_refusal(
     ]
     if TRITON_ATTENTION in backends and cuda_graphs:
         problems.append(f"{TRITON_ATTENTION} reads them outside CUDA graphs: set --disable-cuda-graph")
+    if TRITON_ATTENTION in backends and narrow_kv:
+        problems.append(f"{TRITON_ATTENTION} reads them at 16 bits or more: set --kv-cache-dtype bfloat16")
     if TRITON_ATTENTION in backends and head_dim > MAX_HEAD_DIM:
         problems.append(
             f"{TRITON_ATTENTION} reads them up to a head size of {MAX_HEAD_DIM}, the model's is {head_dim}: "

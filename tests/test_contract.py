@@ -260,7 +260,9 @@ SMALL_HEADS = (
 def test_budgets_per_head_are_refused_by_name_with_a_way_out(
     prefill, decode, tp_size, head_dim, cuda_graphs, problems
 ):
-    refusal = per_head_refusal(prefill, decode, tp_size=tp_size, head_dim=head_dim, cuda_graphs=cuda_graphs)
+    refusal = per_head_refusal(
+        prefill, decode, tp_size=tp_size, head_dim=head_dim, cuda_graphs=cuda_graphs, narrow_kv=False
+    )
     if not problems:
         assert refusal is None
     else:
@@ -268,6 +270,24 @@ def test_budgets_per_head_are_refused_by_name_with_a_way_out(
             "lets KV heads keep different numbers of tokens, which this server does not hold "
             f"({'; '.join(problems)}), or use another profile: 'default' or 'best'"
         )
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "refused"),
+    [
+        ("grkv_triton", "grkv_triton", True),
+        ("grkv_torch", "grkv_triton", True),
+        ("grkv_torch", "grkv_torch", False),
+    ],
+)
+def test_budgets_per_head_in_a_narrow_pool_are_refused_where_kernels_read_no_fp8(prefill, decode, refused):
+    refusal = per_head_refusal(
+        prefill, decode, tp_size=1, head_dim=64, cuda_graphs=False, narrow_kv=True
+    )  # fmt: skip
+    assert (refusal is not None) == refused
+    assert (
+        not refused or "grkv_triton reads them at 16 bits or more: set --kv-cache-dtype bfloat16" in refusal
+    )
 
 
 @pytest.mark.parametrize(
