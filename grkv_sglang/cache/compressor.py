@@ -384,8 +384,8 @@ class Compressor:
                     if kind in work.results
                     and (outputs := work.results[kind].outputs(layer_id, count)) is not None
                 },
-                window=work.probe.window[layer_id],
-                held_out=work.probe.held_out[layer_id],
+                window=work.probe.window.get(layer_id),
+                held_out=work.probe.held_out.get(layer_id),
                 layer=layer_id,
                 n_layers=self.num_layers,
                 key_scale=scales.key,

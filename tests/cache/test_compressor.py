@@ -11,6 +11,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from grkv_sglang.attention.kv_scales import KVScales
 from grkv_sglang.attention.ragged import RaggedRegion
 from grkv_sglang.cache.compressor import (
     CHUNK_TOKENS,
@@ -21,6 +22,7 @@ from grkv_sglang.cache.compressor import (
     _CachedAttention,
     _Probe,
 )
+from grkv_sglang.config import TORCH_ATTENTION
 from grkv_sglang.core import PassChunk, Profile, get_profile, plan_queries, span_chunks
 from grkv_sglang.policy.prompts import PassPrompts, longest_prompt, pass_chunks
 from tests.core.reference import naive_attention, random, rotary_table, rotated
@@ -241,7 +243,7 @@ def test_the_attention_of_a_probe_behind_such_spans(heads: int, n_kv_heads: int)
     layer = RadixAttention(heads, dim, 0.3, n_kv_heads, layer_id)
     queries = torch.randn(m, heads, dim)
     own = torch.randn(2, m, n_kv_heads, dim)
-    backend = _CachedAttention(pool, [(m, probe)])
+    backend = _CachedAttention(pool, {layer_id: KVScales()}, [(m, probe)])
     got = backend.forward(queries.flatten(1), own[0], own[1], layer, None).view(m, heads, dim)
     keys, values = (buffer.double() for buffer in pool.get_kv_buffer(layer_id))
     others = [column for column in range(20) if not 3 <= column < 15]
@@ -281,12 +283,13 @@ def test_a_layer_is_written_head_by_head(scorer: str, n_slots: int):
     )  # fmt: skip
     runner: Any = SimpleNamespace(
         token_to_kv_pool=pool,
-        model=torch.nn.Identity(),
+        model=torch.nn.ModuleList(RadixAttention(heads, dim, 0.4, n_kv_heads, i) for i in range(n_layers)),
+        decode_attention_backend_str=TORCH_ATTENTION,
         model_config=SimpleNamespace(num_hidden_layers=n_layers),
         device="cpu",
     )
     compressor, plan = Compressor(runner), plan_queries(n, profile)
-    probe = _Probe(span, plan)
+    probe = _Probe(span, plan, None)
     probe.queries = {i: (torch.randn(len(plan.positions), heads, dim), 0.4) for i in range(n_layers)}
     before = [[buffer.clone() for buffer in pool.get_kv_buffer(i)] for i in range(n_layers)]
     work = Compression(compressor, span, profile, plan, new_slots, probe, None, None)

@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 
 def make(page_size, dtype, seed, layers=1):
     """Both backends on one pool: its unused slots, the dummy among them, hold NaN."""
-    runner = model_runner(page_size, dtype, layers)
+    runner = model_runner(page_size, dtype, layers=layers)
     backends = GrkvTritonAttnBackend(runner), GrkvTorchAttnBackend(runner)
     assert backends[0].row_gaps is backends[1].row_gaps
     for layer in range(layers):
