@@ -22,6 +22,7 @@ from grkv_kernels import (
     ridged_gram,
     scatter_tokens,
     transposed_product,
+    window_attention,
     window_scores,
 )
 from grkv_kernels.compaction import gather_tokens_reference, scatter_tokens_reference
@@ -29,7 +30,7 @@ from grkv_kernels.gram import ridged_gram_reference, transposed_product_referenc
 from grkv_kernels.key_step import key_jvp_reference, key_vjp_reference
 from grkv_kernels.merge import merge_splits_reference, merge_states_reference
 from grkv_kernels.ragged_attention import ragged_attention_reference
-from grkv_kernels.scoring import mean_weights_reference
+from grkv_kernels.scoring import mean_weights_reference, window_attention_reference
 from torch import Tensor
 
 from benchmarks.gpu.compare import Case, rows_of
@@ -63,7 +64,8 @@ def last_digit(dtype: torch.dtype) -> float:
 
 
 def scoring(setup: Setup) -> Iterator[Row]:
-    """`window_scores` with the queries of profile `default`: of 16 bits, and moved ones beside ancestors."""
+    """`window_scores` with the queries of profile `default`: of 16 bits, and moved ones beside ancestors; and
+    `window_attention` as a probe asks for it."""
     for dtype in setup.sizes.pool_dtypes:
         for n_tokens in setup.sizes.spans:
             layer = make_layer(setup, n_tokens, dtype)
@@ -74,6 +76,7 @@ def scoring(setup: Setup) -> Iterator[Row]:
             keys = layer.keys.transpose(0, 1)
             yield from _scoring_of(setup, rows.contiguous(), keys, positions, None)
             yield from _scoring_of(setup, rows.float().contiguous(), keys, positions, beside)
+            yield from _window_of(setup, rows.contiguous(), keys, layer.values.transpose(0, 1), positions)
 
 
 def _scoring_of(
@@ -105,6 +108,37 @@ def _scoring_of(
         setup,
         "correctness/scoring",
         Case("window_scores", case, allowed, actual, {REFERENCE: reference, FLOAT64: exact}),
+    )
+
+
+def _window_of(
+    setup: Setup, queries: Tensor, keys: Tensor, values: Tensor, positions: Tensor
+) -> Iterator[Row]:
+    scale = setup.sizes.scale
+
+    def exact() -> Sequence[Tensor]:
+        means, lse = _exact_means(queries, keys, positions, scale, None)
+        group = queries.shape[1] // len(positions)
+        behind = torch.arange(keys.shape[1], device=keys.device) > positions.repeat_interleave(group)[:, None]
+        outputs = []
+        for head in range(len(queries)):
+            logits = queries[head].double() @ keys[head].double().T * scale - lse[head][:, None]
+            outputs.append(logits.masked_fill_(behind, -torch.inf).exp_() @ values[head].double())
+        return means, torch.stack(outputs)
+
+    yield from rows_of(
+        setup,
+        "correctness/scoring",
+        Case(
+            "window_attention",
+            f"{dtype_name(keys.dtype)}, {keys.shape[1]} tokens",
+            {"means": SCORES, "output": ATTENTION_ARITHMETIC},
+            lambda: window_attention(queries, keys, values, positions, scale=scale),
+            {
+                REFERENCE: lambda: window_attention_reference(queries, keys, values, positions, scale=scale),
+                FLOAT64: exact,
+            },
+        ),
     )
 
 

@@ -1,8 +1,8 @@
-"""The parts of a compression in torch, as the core has them, and with a kernel where there is one."""
+"""The parts of a compression in torch, as the core has them for other devices, and with kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from grkv_kernels import key_jvp, key_vjp, ridged_gram, transposed_product, window_scores
@@ -17,10 +17,24 @@ from benchmarks.gpu.rows import Figure, Row
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.synthetic import Regression, make_regression
 from benchmarks.gpu.timing import Step, copy_bandwidth, timed
-from grkv_sglang.core import group_rows
-from grkv_sglang.core.regression import conjugate_gradients, key_step, value_step
+from grkv_sglang.core import group_rows, kernels
+from grkv_sglang.core.regression import key_step, value_step
 
 TORCH, KERNEL = "torch", "kernel"
+
+
+def in_torch(action: Callable[[], object]) -> Callable[[], object]:
+    """The same without the core's kernels."""
+
+    def call() -> object:
+        has_kernels = kernels.has_kernels
+        kernels.has_kernels = lambda device, *head_dims: False
+        try:
+            return action()
+        finally:
+            kernels.has_kernels = has_kernels
+
+    return call
 
 
 def scoring(setup: Setup) -> Iterator[Row]:
@@ -50,7 +64,8 @@ def scoring(setup: Setup) -> Iterator[Row]:
 
     bound_ms = _bytes(keys) / bytes_per_s * 1e3
     steps = [
-        Step(f"scores and outputs, {TORCH}", span.attend_window, bound_ms=2 * bound_ms),
+        Step(f"scores and outputs, {TORCH}", in_torch(span.attend_window), bound_ms=2 * bound_ms),
+        Step(f"scores and outputs, {KERNEL}", span.attend_window, bound_ms=2 * bound_ms),
         Step(f"scores, {KERNEL}", lambda: scores(rows), True, bound_ms),
         Step(
             f"scores of float32 queries, {KERNEL}",
@@ -127,35 +142,21 @@ class _Steps:
         weights, residual, values = self._problem.weights, self._residual, self._values
         iterations, tolerance = PROFILE.cg_iterations, PROFILE.cg_tolerance
 
-        def key_step_in_torch() -> Tensor:
+        def values_moved() -> Tensor:
+            return value_step(weights, residual, ridge=self._ridge_v)
+
+        def keys_moved() -> Tensor:
             return key_step(
                 self._problem.queries, weights, values, self._problem.output, residual,
                 scale=self._scale, ridge=self._ridge_k, iterations=iterations, tolerance=tolerance,
             )  # fmt: skip
 
         return [
-            Step(f"value step, {TORCH}", lambda: value_step(weights, residual, ridge=self._ridge_v)),
-            Step(f"value step, {KERNEL}", self._value_step_with_kernels),
-            Step(f"key step, {TORCH}", key_step_in_torch),
-            Step(f"key step, {KERNEL}", self._key_step_with_kernels),
+            Step(f"value step, {TORCH}", in_torch(values_moved)),
+            Step(f"value step, {KERNEL}", values_moved),
+            Step(f"key step, {TORCH}", in_torch(keys_moved)),
+            Step(f"key step, {KERNEL}", keys_moved),
         ]
-
-    def _value_step_with_kernels(self) -> Tensor:
-        factor, info = torch.linalg.cholesky_ex(ridged_gram(self._problem.weights, ridge=self._ridge_v))
-        # Comes with its columns one after the other.
-        dual = torch.cholesky_solve(self._residual, factor).contiguous()
-        delta = transposed_product(self._problem.weights, dual)
-        return torch.where((info == 0)[:, None, None], delta, 0.0)
-
-    def _key_step_with_kernels(self) -> Tensor:
-        def normal(delta: Tensor) -> Tensor:
-            pushed = key_jvp(*self._given, delta, scale=self._scale)
-            return key_vjp(*self._given, pushed, scale=self._scale).add_(delta, alpha=self._ridge_k)
-
-        right = key_vjp(*self._given, self._residual, scale=self._scale)
-        return conjugate_gradients(
-            normal, right, iterations=PROFILE.cg_iterations, tolerance=PROFILE.cg_tolerance
-        )
 
 
 def _bytes(tensor: Tensor) -> int:

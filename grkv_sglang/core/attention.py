@@ -57,6 +57,11 @@ def group_rows(queries: Tensor, n_kv_heads: int) -> Tensor:
     return queries.reshape(m, n_kv_heads, group, d).transpose(0, 1).reshape(n_kv_heads, m * group, d)
 
 
+def by_token(rows: Tensor, group: int) -> Tensor:
+    """Rows [Hkv, m * G, dv] -> [m, Hq, dv], the inverse of `group_rows`."""
+    return rows.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
+
+
 def blocks(
     n_heads: int, n_rows: int, n_keys: int, *, multiple: int, device: torch.device
 ) -> Iterator[tuple[slice, slice]]:

@@ -11,7 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from grkv_sglang.core.attention import Attention, Partial, attend, blocks, group_rows
+from grkv_sglang.core import kernels
+from grkv_sglang.core.attention import Attention, Partial, attend, blocks, by_token, group_rows
 from grkv_sglang.core.profiles import Profile
 from grkv_sglang.core.queries import QueryPlan
 from grkv_sglang.core.regression import UNCHANGED, Problem, regress
@@ -68,9 +69,19 @@ def attend_probe(
     n_before, n_kv_heads = len(keys) - n_tokens, keys.shape[1]
     n_window, n_heads, _ = window.shape
     group = n_heads // n_kv_heads
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
+    if n_window and held is None and kernels.has_kernels(keys.device, keys.shape[2], values.shape[2]):
+        mean, output = kernels.window_mean_and_output(
+            group_rows(window, n_kv_heads), keys, values, positions, n_tokens=n_tokens, scale=scale
+        )
+        _, of_others = attend_probe(
+            window[:0], others, keys.transpose(0, 1), values.transpose(0, 1),
+            positions=positions[:0], visible=visible, n_tokens=n_tokens, scale=scale,
+        )  # fmt: skip
+        return WindowAttention(mean, by_token(output, group)), of_others
     rows = group_rows(torch.cat([window, others]).float() * scale, n_kv_heads)
     n_window_rows = n_window * group
-    keys, values = keys.transpose(0, 1).float(), values.transpose(0, 1).float()
+    keys, values = keys.float(), values.float()
     first = int(positions[0]) + 1 if n_window else n_tokens
     hidden = torch.arange(first, n_tokens, device=keys.device) > positions.to(keys.device)[:, None]
     mean = rows.new_zeros(n_kv_heads, n_tokens)
@@ -90,14 +101,9 @@ def attend_probe(
         weights = logits.softmax(dim=-1)
         output[heads, some] = torch.bmm(weights, values[heads])
         if in_window:
-            mean[heads] += _sum(weights[:, : in_window * group, n_before:]) / n_window_rows
-    by_token = output.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
-    return WindowAttention(mean, by_token[:n_window]), by_token[n_window:]
-
-
-def _sum(weights: Tensor) -> Tensor:
-    """[Hkv, n] of [Hkv, N, n]. As a product: sums over a dimension that is not the last are slow on a CPU."""
-    return torch.bmm(weights.new_ones(len(weights), 1, weights.shape[1]), weights).squeeze(1)
+            mean[heads] += kernels.sum_over_rows(weights[:, : in_window * group, n_before:]) / n_window_rows
+    outputs = by_token(output, group)
+    return WindowAttention(mean, outputs[:n_window]), outputs[n_window:]
 
 
 @dataclass(frozen=True)
@@ -372,7 +378,9 @@ class _Layer:
         if kind == "window" and known is not None:
             return _Seen(rows, known.mean, group_rows(known.output, self.keys.shape[0]))
         attention = self.attend(rows)
-        return _Seen(rows, _sum(attention.weights) / attention.weights.shape[1], attention.output)
+        return _Seen(
+            rows, kernels.sum_over_rows(attention.weights) / attention.weights.shape[1], attention.output
+        )
 
     def fitted(self, plan: QueryPlan, seen: Mapping[QueryKind, _Seen]) -> tuple[_Rows, Tensor]:
         """What the regression fits, any mixture of kinds, and the outputs [Hkv, N, dv] over the full span.

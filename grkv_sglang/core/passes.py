@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grkv_sglang.core.attention import blocks, group_rows
+from grkv_sglang.core.attention import blocks, by_token, group_rows
 from grkv_sglang.core.queries import stratum_midpoints
 from grkv_sglang.core.selection import PassStatistics
 
@@ -229,14 +229,9 @@ class PassResults:
             if counting.shape[1]:
                 self._statistics[layer].count(counting, group, chunk.attended, heads)
         self._queries.setdefault(layer, []).append(queries[sampled].clone())
-        alone = _by_token(of_sampled, group) if looked_at_all else None
+        alone = by_token(of_sampled, group) if looked_at_all else None
         self._outputs.setdefault(layer, []).append(alone)
-        return _by_token(output, group)
-
-
-def _by_token(rows: Tensor, group: int) -> Tensor:
-    """Outputs [Hkv, q * G, dv] -> [q, Hq, dv]."""
-    return rows.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
+        return by_token(output, group)
 
 
 def _spread(found: Tensor, count: int) -> Tensor:

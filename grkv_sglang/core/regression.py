@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from grkv_sglang.core.attention import Attention, Partial, attend
-from grkv_sglang.core.products import gram_with_ridge, jacobian, transposed_times
+from grkv_sglang.core.kernels import gram_with_ridge, jacobian, transposed_times
 from grkv_sglang.core.profiles import Profile
 from grkv_sglang.core.storage import Storage
 
@@ -302,7 +302,7 @@ def key_step(
     tolerance: float,
 ) -> Tensor:
     """The change of the free keys that minimises `||J dK - r||^2 + ridge ||dK||^2`, with J the Jacobian of
-    the outputs in the free keys (`products.jacobian`).
+    the outputs in the free keys (`kernels.jacobian`).
 
     Args:
         queries: q, [H, N, d].

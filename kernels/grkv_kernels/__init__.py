@@ -14,7 +14,7 @@ from grkv_kernels.gram import ridged_gram, transposed_product
 from grkv_kernels.key_step import key_jvp, key_vjp
 from grkv_kernels.merge import merge_splits, merge_states
 from grkv_kernels.ragged_attention import ragged_attention
-from grkv_kernels.scoring import window_scores
+from grkv_kernels.scoring import window_attention, window_scores
 from grkv_kernels.slots import bits, copy_slots, read_slots, write_slots
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "ridged_gram",
     "scatter_tokens",
     "transposed_product",
+    "window_attention",
     "window_scores",
     "write_slots",
 ]

@@ -11,7 +11,9 @@ from typing import Literal
 
 import torch
 
-Kernel = Literal["decode", "extend", "row_lse", "column_mean", "move", "gram", "product", "jvp", "vjp"]
+Kernel = Literal[
+    "decode", "extend", "row_lse", "row_output", "column_mean", "move", "gram", "product", "jvp", "vjp"
+]  # fmt: skip
 Capability = tuple[int, int]
 
 
@@ -38,6 +40,7 @@ _AMPERE: dict[Kernel, Tile] = {
     "decode": Tile(rows=16, tokens=64, num_warps=4, num_stages=2),
     "extend": Tile(rows=64, tokens=32, num_warps=4, num_stages=2),
     "row_lse": Tile(rows=32, tokens=64, num_warps=8, num_stages=2),
+    "row_output": Tile(rows=32, tokens=32, num_warps=8, num_stages=2),
     "column_mean": Tile(rows=32, tokens=64, num_warps=8, num_stages=2),
     "move": Tile(rows=32, tokens=1, num_warps=4, num_stages=1),
     "gram": Tile(rows=64, tokens=16, num_warps=4, num_stages=2),

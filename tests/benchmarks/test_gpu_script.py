@@ -24,8 +24,8 @@ from benchmarks.gpu.setup import TINY, Setup
 ROOT = Path(__file__).parents[2]
 SETUP = Setup(torch.device("cpu"), TINY, 0, time.monotonic() + 1e6)
 KERNELS = {
-    "window_scores", "ridged_gram", "transposed_product", "key_jvp", "key_vjp", "gather_tokens",
-    "scatter_tokens", "ragged_attention", "merge_splits", "merge_states",
+    "window_scores", "window_attention", "ridged_gram", "transposed_product", "key_jvp", "key_vjp",
+    "gather_tokens", "scatter_tokens", "ragged_attention", "merge_splits", "merge_states",
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from grkv_kernels import (
     ridged_gram,
     scatter_tokens,
     transposed_product,
+    window_attention,
     window_scores,
 )
 from torch import Tensor
@@ -83,6 +84,7 @@ def _launch_scoring() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         queries = _empty(_KV_HEADS, 32 * _HEADS // _KV_HEADS, _D, dtype=dtype)
         window_scores(queries, keys, _indices(32), scale=_D**-0.5, n_window=32, pool_kernel=5)
+        window_attention(queries, keys, keys, _indices(32), scale=_D**-0.5)
 
 
 def _launch_compaction() -> None:
@@ -110,7 +112,7 @@ def _launch_regression() -> None:
 
 KERNELS = {
     _launch_attention: {"_partial_kernel", "_merge_splits_kernel", "_merge_states_kernel"},
-    _launch_scoring: {"_row_lse_kernel", "_column_mean_kernel"},
+    _launch_scoring: {"_row_lse_kernel", "_column_mean_kernel", "_merge_splits_kernel"},
     _launch_compaction: {"_gather_kernel", "_scatter_kernel"},
     _launch_regression: {"_jvp_kernel", "_vjp_kernel", "_gram_kernel", "_transposed_product_kernel"},
 }

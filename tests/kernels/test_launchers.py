@@ -17,6 +17,7 @@ from grkv_kernels import (
     ridged_gram,
     scatter_tokens,
     transposed_product,
+    window_attention,
     window_scores,
 )
 from grkv_kernels.configs import TILES, tile
@@ -126,6 +127,14 @@ REFUSED = [
     (
         lambda: window_scores(_X, torch.zeros(2, 64, 3).mT, _LONG[:1], scale=1.0, n_window=0, pool_kernel=1),
         "expected keys contiguous in its last dimension",
+    ),
+    (
+        lambda: window_attention(_X, _X, _X[:, :2], _LONG[:1], scale=1.0),
+        r"expected values \[2, 3, dv\] .* got \[2, 2, 64\]",
+    ),
+    (
+        lambda: window_attention(_X, _X, torch.zeros(2, 64, 3).mT, _LONG[:1], scale=1.0),
+        "expected values contiguous in its last dimension",
     ),
     (lambda: LayerBuffers.of([]), "expected the buffers of one layer or more, got none"),
     (lambda: LayerBuffers.of([_X, _X[:1]]), r"expected buffers\[1\] \[2, 3, 64\] .* got \[1, 3, 64\]"),

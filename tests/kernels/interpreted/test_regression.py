@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grkv_sglang.core import KEY_AND_VALUE, VALUE_ONLY, products
+from grkv_sglang.core import KEY_AND_VALUE, VALUE_ONLY, attend_probe, kernels
 from tests.core.test_compress import SMALL, layer
 
-KERNELS = ("key_jvp", "key_vjp", "ridged_gram", "transposed_product")
+KERNELS = ("key_jvp", "key_vjp", "ridged_gram", "transposed_product")  # of the regression
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in KERNELS:
-        monkeypatch.setattr(products, name, noted(name, getattr(products, name)))
+    for name in (*KERNELS, "window_attention"):
+        monkeypatch.setattr(kernels, name, noted(name, getattr(kernels, name)))
     return names
 
 
@@ -48,7 +48,7 @@ def test_a_layer(monkeypatch, launched, name, n_kv_heads, group, d, dv, p, chang
     assert (result.states == KEY_AND_VALUE).all()
 
     launched.clear()
-    monkeypatch.setattr(products, "has_kernels", lambda *of: False)
+    monkeypatch.setattr(kernels, "has_kernels", lambda *of: False)
     expected = made.compress(21)
     assert launched == []
     assert torch.equal(result.kept, expected.kept)
@@ -64,3 +64,28 @@ def test_heads_that_are_too_large_for_the_kernels(launched):
     result = made.compress(19)
     assert (result.states >= VALUE_ONLY).all()
     assert set(launched) == {"ridged_gram"}
+
+
+@pytest.mark.parametrize(("p", "dv"), [(0, 8), (9, 16)])
+def test_attention_of_a_probe(monkeypatch, launched, p, dv):
+    made = layer(SMALL["default"], 53, d=8, dv=dv, p=p, seed=7)
+    inputs, chosen = made.inputs, made.plan.score_window
+    keys, values = inputs.keys, inputs.values
+    if inputs.ancestor_keys is not None and inputs.ancestor_values is not None:
+        keys, values = torch.cat((inputs.ancestor_keys, keys)), torch.cat((inputs.ancestor_values, values))
+
+    def attended():
+        return attend_probe(
+            inputs.queries[chosen], inputs.queries[made.plan.held_out], keys, values,
+            positions=made.plan.positions[chosen], visible=torch.arange(53)[None] <= 11, n_tokens=53,
+            scale=inputs.scale,
+        )  # fmt: skip
+
+    found, of_others = attended()
+    assert launched == ["window_attention"]
+    monkeypatch.setattr(kernels, "has_kernels", lambda *of: False)
+    expected, expected_of_others = attended()
+    assert len(launched) == 1
+    torch.testing.assert_close(of_others, expected_of_others, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.output, expected.output, rtol=1e-5, atol=1e-6)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from grkv_kernels import scoring
-from grkv_kernels.scoring import mean_weights_reference, window_scores
+from grkv_kernels.scoring import (
+    mean_weights_reference,
+    window_attention,
+    window_attention_reference,
+    window_scores,
+)
 
 CASES = [
     # dtype of queries and keys, KV heads, group, queries, tokens, d, window, pool, with ancestors,
@@ -69,6 +74,51 @@ def test_scores(case, monkeypatch):
     reference = scoring._pooled_before(means, n - n_window, pool_kernel)
     torch.testing.assert_close(scores, reference, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(lse, reference_lse, rtol=1e-5, atol=2e-6)
+
+
+OUTPUT_CASES = [
+    # dtype of queries, of keys and values, KV heads, group, queries, tokens, d, dv, tokens of a part, parts
+    (torch.float32, torch.float32, 2, 3, 5, 203, 128, 80, 64, 32),
+    (torch.float32, torch.float16, 1, 4, 20, 333, 24, 64, 64, 2),
+    (torch.float16, torch.float16, 3, 1, 1, 1, 64, 64, 2048, 32),
+]
+
+
+@pytest.mark.parametrize("case", OUTPUT_CASES)
+def test_attention(case, monkeypatch):
+    query_dtype, dtype, n_kv_heads, group, m, n, d, dv, part, most = case
+    monkeypatch.setattr(scoring, "_PART_TOKENS", part)
+    monkeypatch.setattr(scoring, "_MOST_OUTPUTS", most)
+    generator = torch.Generator().manual_seed(n)
+    queries = torch.randn(n_kv_heads, m * group, d, generator=generator).to(query_dtype)
+    keys, values = (
+        torch.randn(n, n_kv_heads, width, generator=generator).to(dtype).transpose(0, 1) for width in (d, dv)
+    )
+    positions = torch.arange(n - m, n)
+    if m > 2:
+        positions[0], positions[1] = -1, 3
+    means, output = window_attention(queries, keys, values, positions, scale=d**-0.5)
+    expected = torch.zeros(n_kv_heads, m * group, dv, dtype=torch.float64)
+    for head in range(n_kv_heads):
+        for row in range(m * group):
+            seen = int(positions[row // group]) + 1
+            weights = torch.softmax(keys[head, :seen].double() @ queries[head, row].double() * d**-0.5, 0)
+            expected[head, row] = weights @ values[head, :seen].double()
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
+    expected_means, _ = _scores_in_float64(queries, keys, positions, d**-0.5, n, 1, None)
+    torch.testing.assert_close(means.double(), expected_means, rtol=1e-5, atol=1e-8)
+    reference = window_attention_reference(queries, keys, values, positions, scale=d**-0.5)
+    for actual, expected_one in zip((means, output), reference, strict=True):
+        torch.testing.assert_close(actual, expected_one, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_to_no_tokens():
+    means, output = window_attention(
+        torch.randn(2, 3, 64), torch.randn(2, 0, 64), torch.randn(2, 0, 80), torch.tensor([-1]), scale=1.0
+    )
+    assert means.shape == (2, 0)
+    assert torch.equal(output, torch.zeros(2, 3, 80))
 
 
 def test_no_tokens():

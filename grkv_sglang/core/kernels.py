@@ -1,8 +1,8 @@
-"""The products of the regression with the softmax weights [H, N, f], its largest tensor.
+"""Where the core calls kernels: attention of a window, and the products of the regression.
 
-The one place where the core calls kernels: on a GPU, what has the weights' size then stays in registers.
-Elsewhere the same in torch, in place where it can be: on a CPU faster than the kernels' own references, which
-repeat what the iterations of a key step share, and in float64 too.
+What has the size of the softmax weights then stays in a GPU's registers. Where there are no kernels the same
+is done in torch, in place where it can be: on a CPU faster than the kernels' own references, which repeat
+what parts and iterations share, and in float64 too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from grkv_kernels import key_jvp, key_vjp, ridged_gram, transposed_product
+from grkv_kernels import key_jvp, key_vjp, ridged_gram, transposed_product, window_attention
 from grkv_kernels.dispatch import has_kernels
 from torch import Tensor
 
@@ -28,6 +28,32 @@ class Jacobian(NamedTuple):
 
     product: Product
     transposed: Product
+
+
+def window_mean_and_output(
+    rows: Tensor, keys: Tensor, values: Tensor, positions: Tensor, *, n_tokens: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of a window's query rows in a kernel: the mean of their weights over the span, and outputs.
+
+    Args:
+        rows: [Hkv, m * G, d], any float dtype.
+        keys, values: [Hkv, p + n, ...] of what lies before the span, all visible, and then of the span.
+        positions: [m] int64, where the queries are in the span, ascending.
+        n_tokens: n.
+        scale: factor on the logits.
+
+    Returns:
+        mean [Hkv, n] float32, output [Hkv, m * G, dv] float32.
+    """
+    n_before = keys.shape[1] - n_tokens
+    last_seen = positions.to(keys.device) + n_before
+    mean, output = window_attention(rows.contiguous(), keys, values, last_seen, scale=scale)
+    return mean[:, n_before:].contiguous(), output
+
+
+def sum_over_rows(weights: Tensor) -> Tensor:
+    """[Hkv, n] of [Hkv, N, n]. As a product: sums over a dimension that is not the last are slow on a CPU."""
+    return torch.bmm(weights.new_ones(len(weights), 1, weights.shape[1]), weights).squeeze(1)
 
 
 def gram_with_ridge(weights: Tensor, ridge: float) -> Tensor:
