@@ -928,7 +928,7 @@ def stored_and_loaded(made: Layer, key: Storage, value: Storage) -> tuple[Layer,
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, *EIGHT_BITS], ids=lambda dtype: str(dtype).removeprefix("torch.")
 )
-@pytest.mark.parametrize("name", ["default", "release", "ragged"])
+@pytest.mark.parametrize("name", ["default", "release", "per_head"])
 def test_what_is_stored_stands_for_what_is_computed(
     name: str, dtype: torch.dtype, scales: tuple[float, float]
 ) -> None:

@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("default", 2, 3, 16, 16, 0, {}),
         ("paper", 1, 4, 24, 8, 7, {"cg_iterations": 3}),
         ("release", 3, 1, 8, 16, 0, {"steps": 2, "cg_iterations": 3}),
-        ("ragged", 2, 3, 8, 6, 5, {"cg_iterations": 3}),
+        ("per_head", 2, 3, 8, 6, 5, {"cg_iterations": 3}),
         ("release", 2, 2, 8, 8, 0, {"value_step": False}),
     ],
 )
