@@ -7,12 +7,15 @@ whose `forward_extend` / `forward_decode` (KV write, head layout) are inherited.
 - an extend computes only the rows of its new tokens. The stock backend pads the query to the whole
   sequence and throws the prefix's rows away, which costs a full prefill's attention on every cache hit.
 
-Where a span's heads hold tokens of their own (see `ragged`), each KV head attends by itself, over its cells
-of the span and its part of all other slots.
+Requests that decode behind the same slots, in general those of one span, attend to them together (see
+`shared`). Where a span's heads hold tokens of their own (see `ragged`), each KV head attends by itself, over
+its cells of the span and its part of all other slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grkv_sglang.attention.ragged import RaggedRegion, ordinary_ranges, unpack_heads
 from grkv_sglang.attention.rows import attach_row_gaps
+from grkv_sglang.attention.shared import SharedBatch, shared_prefixes
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -44,11 +48,14 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             )
         self.row_gaps = attach_row_gaps(self.req_to_token_pool, self.device)
         self._batch_gaps: list[int] = []
+        self._shared: list[SharedBatch] | None = None
+        """Of a decoding batch, known from its first layer on."""
         self._layer_id = 0
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
         self._batch_gaps = self.row_gaps.of(forward_batch.req_pool_indices).tolist()
+        self._shared = None
 
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: RadixAttention, *args: Any, **kwargs: Any
@@ -123,12 +130,35 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     ) -> Tensor:
         """Attention of one token per request; shapes as for extend."""
         self._refuse(encoder_lens, is_cross_attn, sliding_window_size)
-        batch = zip(req_pool_indices.tolist(), seq_lens.tolist(), self._batch_gaps, strict=True)
-        for i, (row, seq_len, gap) in enumerate(batch):
+        rows, lens = req_pool_indices.tolist(), seq_lens.tolist()
+        columns = [req_to_token[row, :seq_len] for row, seq_len in zip(rows, lens, strict=True)]
+        if self._shared is None:
+            self._shared = self._shared_of(rows, columns)
+        alone = set(range(len(rows)))
+        for group in self._shared:
+            members = group.members.tolist()
+            alone.difference_update(members)
+            output[members] = group.attend(
+                query[members],
+                partial(read_slots, k_cache),
+                partial(read_slots, v_cache),
+                query.shape[-1] ** -0.5 if scaling is None else scaling,
+            ).to(output.dtype)
+        for i in sorted(alone):
             output[i : i + 1] = self._attend_row(
-                query[i : i + 1], k_cache, v_cache, req_to_token[row, :seq_len], row, gap, scaling
+                query[i : i + 1], k_cache, v_cache, columns[i], rows[i], self._batch_gaps[i], scaling
             )
         return output
+
+    def _shared_of(self, rows: Sequence[int], columns: Sequence[Tensor]) -> list[SharedBatch]:
+        """What requests of the batch read together; only of slots that hold a token for every head."""
+        if torch.device(self.device).type != "cpu":  # comparing rows would wait for the device
+            return []
+        slots = [
+            column[:0] if self.row_gaps.regions_of(row) else column[gap:]
+            for row, column, gap in zip(rows, columns, self._batch_gaps, strict=True)
+        ]
+        return [SharedBatch.of(prefix, slots) for prefix in shared_prefixes(slots)]
 
     def _attend_row(
         self,
