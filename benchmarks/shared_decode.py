@@ -2,8 +2,8 @@
 
 One layer's decode step in ``grkv_torch``, of requests that all read the same slots and a few of their own:
 with the attention over the shared slots computed together, and one by one. The two take turns, so that drift
-of the machine falls on both; a ratio is that of the medians. ``attention/shared.py`` has its `LEAST_SAVED_SLOTS`
-from here.
+of the machine falls on both; a ratio is that of the medians. ``attention/shared.py`` has its
+`LEAST_SAVED_SLOTS` from here.
 """
 
 from __future__ import annotations
