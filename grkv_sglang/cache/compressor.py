@@ -346,7 +346,7 @@ class Compressor:
         with self.on_forward_stream():
             for buffers in (self._pool.get_key_buffer, self._pool.get_value_buffer):
                 for layer_id in range(self.num_layers):
-                    rows = buffers(layer_id).index_select(0, source.candidates)
+                    rows = read_slots(buffers(layer_id), source.candidates)
                     write_slots(buffers(layer_id), new_slots, pack_heads(rows, counts[layer_id]))
         return _copied(started), counts
 
