@@ -125,11 +125,13 @@ class Host:
     """
 
     def __init__(self, model: Path | str, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        AttentionInterface.register(ATTENTION, self._dispatch)
+        # transformers keeps such functions by name for the whole process: one for each host.
+        attention = f"{ATTENTION}_{id(self)}"
+        AttentionInterface.register(attention, self._dispatch)
         self.storage = Storage(dtype)
         self.device = torch.device(device)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=ATTENTION)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation=attention)
         self.model: Any = loaded.eval().to(self.device)
         self.config: Any = loaded.config
         self.n_layers = int(self.config.num_hidden_layers)
