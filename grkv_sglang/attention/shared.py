@@ -80,6 +80,10 @@ def _best(
     return max(possible, key=lambda groups: sum(group.saved_slots for group in groups))
 
 
+Read = Callable[[Tensor], Tensor]
+"""Rows of a pool's keys or values, [slots] int64 -> [slots, Hkv, ...]."""
+
+
 @dataclass(frozen=True)
 class SharedBatch:
     """A group as attention reads it. All on the pool's device.
@@ -106,12 +110,12 @@ class SharedBatch:
         held = column < torch.tensor([len(row) for row in rest], device=shared.device)[:, None]
         return cls(torch.tensor(prefix.members, device=shared.device), shared, own, held)
 
-    def attend(self, queries: Tensor, keys: _Read, values: _Read, scale: float) -> Tensor:
+    def attend(self, queries: Tensor, keys: Read, values: Read, scale: float) -> Tensor:
         """One decoding token of each member, in float32 (or float64 if the queries are).
 
         Args:
             queries: [g, Hq, d] of the members.
-            keys, values: [slots] int64 -> [slots, Hkv, ...] out of the pool.
+            keys, values: read the pool's.
             scale: factor on the logits.
 
         Returns:
@@ -135,9 +139,6 @@ class SharedBatch:
         )
         joined = join(first, _by_kv_head(second, n_members))
         return by_token(joined.output, group)
-
-
-_Read = Callable[[Tensor], Tensor]
 
 
 def _by_kv_head(of_members: Partial, n_members: int) -> Partial:
