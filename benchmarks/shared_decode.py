@@ -8,28 +8,30 @@ of the machine falls on both; a ratio is that of the medians. ``attention/shared
 
 from __future__ import annotations
 
-import json
+import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import track
+from matplotlib.figure import Figure
+from pydantic import Field, field_validator
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
+from benchmarks.serving.options import Benchmark, Run, Settings, command_of, split
 from benchmarks.serving.plots import new_figure
-from benchmarks.serving.record import environment
-from benchmarks.serving.tables import Table, markdown, rich_table
+from benchmarks.serving.progress import progress_bar
+from benchmarks.serving.quality import Quality
+from benchmarks.serving.record import Frozen, Result
+from benchmarks.serving.tables import Table
 from grkv_sglang.attention import shared
 from grkv_sglang.attention.torch_backend import GrkvTorchAttnBackend
-from grkv_sglang.serving import detect_device
 
+NAME = "shared-decode"
 HEADS, KV_HEADS, HEAD_DIM = 9, 3, 64
 """SmolLM2-135M's."""
 BUFFERS = 8
@@ -73,62 +75,116 @@ def decode_step(members: int, shared_slots: int, own_slots: int) -> Callable[[bo
     return step
 
 
-def main(
-    members: Annotated[str, typer.Option(help="Requests that decode together, comma-separated.")] = "2,4,8",
-    slots: Annotated[
-        str, typer.Option(help="Slots that they share, comma-separated.")
-    ] = "64,128,256,512,1024,4096",
-    own_slots: Annotated[int, typer.Option(help="Slots of each request's own.")] = 40,
-    repeats: Annotated[int, typer.Option(help="Pairs of steps, besides two to warm up.")] = 30,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Where the result goes.")] = None,
-) -> None:
-    """Time decode steps with and without sharing."""
-    rows: list[dict[str, Any]] = []
-    cases = [(int(m), int(s)) for m in members.split(",") for s in slots.split(",")]
-    for n_members, n_slots in track(cases, "decode steps"):
-        step = decode_step(n_members, n_slots, own_slots)
-        pairs = [(step(True), step(False)) for _ in range(repeats + 2)][2:]
-        together, apart = (statistics.median(times) for times in zip(*pairs, strict=True))
-        rows.append(
-            {
-                "members": n_members, "slots": n_slots, "saved_slots": (n_members - 1) * n_slots,
-                "together_ms": 1000 * together, "apart_ms": 1000 * apart, "ratio": together / apart,
-            }
-        )  # fmt: skip
-    table = Table(
-        "One layer's decode step, attention over shared slots together",
-        ("requests", "shared slots", "reads spared, slots", "together, ms", "one by one, ms", "ratio"),
-        tuple(
-            (
-                str(row["members"]), f"{row['slots']:,}", f"{row['saved_slots']:,}",
-                f"{row['together_ms']:.2f}", f"{row['apart_ms']:.2f}", f"{row['ratio']:.2f}",
-            )
-            for row in rows
-        ),
-        f"Medians of {repeats} pairs, {own_slots} slots of each request's own; {HEADS} heads, {KV_HEADS} KV "
-        f"heads, head size {HEAD_DIM}, fp32.",
-    )  # fmt: skip
-    Console().print(rich_table(table))
-    if json_path is not None:
-        result = {
-            "environments": [environment(detect_device()).model_dump()], "own_slots": own_slots,
-            "repeats": repeats, "rows": rows,
-        }  # fmt: skip
-        json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        json_path.with_suffix(".md").write_text(markdown([table]), encoding="utf-8")
-        figure = new_figure(6, 3.6)
-        axes = figure.subplots()
-        for count in dict.fromkeys(row["members"] for row in rows):
-            some = [row for row in rows if row["members"] == count]
-            slots_of, ratios = ([row[name] for row in some] for name in ("slots", "ratio"))
-            axes.plot(slots_of, ratios, "o-", label=f"{count} requests")
-        axes.axhline(1, color="black", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("shared slots")
-        axes.set_ylabel("step, together / one by one")
-        axes.legend()
-        figure.savefig(json_path.with_suffix(".png"), dpi=120)
+class SharedDecodeSettings(Settings):
+    """Quick mode. Of the common settings only the seed is looked at: no model runs."""
 
+    members: tuple[int, ...] = Field((2, 4, 8), description="Requests that decode together.")
+    slots: tuple[int, ...] = Field((64, 128, 256, 512, 1024, 4096), description="Slots that they share.")
+    own_slots: int = Field(40, ge=1, description="Slots of each request's own.")
+    repeats: int = Field(30, ge=1, description="Pairs of steps, besides two to warm up.")
+
+    @field_validator("members", "slots", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return split(value)
+
+
+class FullSharedDecodeSettings(SharedDecodeSettings):
+    """Full mode."""
+
+    members: tuple[int, ...] = (2, 4, 8, 16, 32)
+    slots: tuple[int, ...] = (64, 128, 256, 512, 1024, 4096, 16384)
+
+
+class Row(Frozen):
+    """A decode step, medians in milliseconds per layer."""
+
+    members: int
+    slots: int
+    together_ms: float
+    apart_ms: float
+
+    @property
+    def saved_slots(self) -> int:
+        """Reads spared."""
+        return (self.members - 1) * self.slots
+
+    @property
+    def ratio(self) -> float:
+        """Together over one by one."""
+        return self.together_ms / self.apart_ms
+
+
+class SharedDecodeResult(Result):
+    """One part per batch."""
+
+    settings: SharedDecodeSettings
+    rows: list[Row] = Field(default_factory=list)
+
+
+def run(run: Run[SharedDecodeResult]) -> None:
+    """Time decode steps of requests that share slots, with these slots read together and one by one."""
+    result, settings = run.result, run.result.settings
+    torch.manual_seed(settings.seed)
+    cases = list(itertools.product(settings.members, settings.slots))
+    with progress_bar(run.console) as progress:
+        for members, slots in progress.track(cases, description="decode steps"):
+            part = f"{members} requests, {slots} slots"
+            if part in result.done:
+                continue
+            step = decode_step(members, slots, settings.own_slots)
+            pairs = [(step(True), step(False)) for _ in range(settings.repeats + 2)][2:]
+            together, apart = (1000 * statistics.median(times) for times in zip(*pairs, strict=True))
+            result.rows.append(Row(members=members, slots=slots, together_ms=together, apart_ms=apart))
+            result.done.append(part)
+            run.save()
+
+
+def tables(result: SharedDecodeResult, quality: Quality) -> list[Table]:
+    """Every batch; attention is the same either way, so that no quality stands beside it."""
+    settings = result.settings
+    return [
+        Table(
+            "One layer's decode step, attention over shared slots together",
+            ("requests", "shared slots", "reads spared, slots", "together, ms", "one by one, ms", "ratio"),
+            tuple(
+                (
+                    str(row.members), f"{row.slots:,}", f"{row.saved_slots:,}",
+                    f"{row.together_ms:.2f}", f"{row.apart_ms:.2f}", f"{row.ratio:.2f}",
+                )
+                for row in result.rows
+            ),
+            f"Medians of {settings.repeats} pairs, {settings.own_slots} slots of each request's own; "
+            f"{HEADS} heads, {KV_HEADS} KV heads, head size {HEAD_DIM}, fp32.",
+        )
+    ]  # fmt: skip
+
+
+def figure(result: SharedDecodeResult) -> Figure:
+    """The ratio against the shared slots, one line per number of requests."""
+    figure = new_figure(6, 3.6)
+    axes = figure.subplots()
+    for members in result.settings.members:
+        some = [row for row in result.rows if row.members == members]
+        axes.plot([row.slots for row in some], [row.ratio for row in some], "o-", label=f"{members} requests")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("shared slots")
+    axes.set_ylabel("step, together / one by one")
+    axes.legend()
+    return figure
+
+
+BENCHMARK = Benchmark(
+    name=NAME,
+    title="Shared-prefix decoding",
+    settings=SharedDecodeSettings,
+    full=FullSharedDecodeSettings,
+    result=SharedDecodeResult,
+    run=run,
+    tables=tables,
+    figure=figure,
+)
 
 if __name__ == "__main__":
-    typer.run(main)
+    typer.run(command_of(BENCHMARK))

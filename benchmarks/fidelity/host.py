@@ -30,6 +30,7 @@ from grkv_sglang.core import (
     SpanQuality,
     Storage,
     compress_layer,
+    fitted_queries,
     get_scorer,
     plan_queries,
 )
@@ -229,6 +230,7 @@ class Host:
     def layer_inputs(self, prefix: Prefix, layer: int, plan: QueryPlan, profile: Profile) -> LayerInputs:
         """What the core needs of one layer."""
         cached = prefix.layers[layer]
+        pass_queries, pass_outputs = fitted_queries(prefix.passes, profile.fitted_of_passes, layer)
         return LayerInputs(
             keys=self.storage.store(cached.keys.transpose(0, 1)),
             values=self.storage.store(cached.values.transpose(0, 1)),
@@ -240,15 +242,8 @@ class Host:
             if get_scorer(profile.scorer).needs_output_projection
             else None,
             passes={kind: prefix.passes[kind].statistics(layer) for kind in profile.passes},
-            pass_queries={
-                kind: prefix.passes[kind].queries(layer, count)
-                for kind, count in profile.fitted_of_passes.items()
-            },
-            pass_outputs={
-                kind: outputs
-                for kind, count in profile.fitted_of_passes.items()
-                if (outputs := prefix.passes[kind].outputs(layer, count)) is not None
-            },
+            pass_queries=pass_queries,
+            pass_outputs=pass_outputs,
             layer=layer,
             n_layers=self.n_layers,
         )

@@ -25,11 +25,13 @@ from benchmarks.gpu.timing import Step, float32_products, timed
 from grkv_sglang.core import (
     LayerInputs,
     LayerResult,
+    PassKind,
     PassResults,
     QueryPlan,
     WindowAttention,
     attend_probe,
     compress_layer,
+    fitted_queries,
     get_profile,
     plan_queries,
     question_chunks,
@@ -179,15 +181,15 @@ class Span:
 
     @cached_property
     def _inputs(self) -> LayerInputs:
-        questions = self.attend_questions()
+        passes: dict[PassKind, PassResults] = {"questions": self.attend_questions()}
+        pass_queries, pass_outputs = fitted_queries(passes, PROFILE.fitted_of_passes, 0)
         return LayerInputs(
             keys=self.layer.keys,
             values=self.layer.values,
             queries=self.queries,
             scale=self.scale,
-            passes={"questions": questions.statistics(0)},
-            pass_queries={
-                kind: questions.queries(0, count) for kind, count in PROFILE.fitted_of_passes.items()
-            },
+            passes={kind: results.statistics(0) for kind, results in passes.items()},
+            pass_queries=pass_queries,
+            pass_outputs=pass_outputs,
             window=self.attend_window(),
         )

@@ -13,7 +13,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from pydantic import ValidationError
 
-from benchmarks import hot_paths, overhead
+from benchmarks import hot_paths, overhead, shared_decode
 from benchmarks.serving.all import BENCHMARKS
 from benchmarks.serving.options import Benchmark
 from benchmarks.serving.quality import FILES, Quality
@@ -22,7 +22,7 @@ from benchmarks.serving.tables import Table, markdown
 
 KNOWN: dict[str, Benchmark[Any]] = {
     **BENCHMARKS,
-    **{benchmark.name: benchmark for benchmark in (overhead.BENCHMARK, hot_paths.BENCHMARK)},
+    **{module.BENCHMARK.name: module.BENCHMARK for module in (overhead, hot_paths, shared_decode)},
 }
 GAP = "inter-token-gap"
 

@@ -49,7 +49,8 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         self.row_gaps = attach_row_gaps(self.req_to_token_pool, self.device)
         self._batch_gaps: list[int] = []
         self._shared: list[SharedBatch] | None = None
-        """Of a decoding batch, known from its first layer on."""
+        """Of a decoding batch, known from its first layer on, as are the other requests:"""
+        self._alone: list[int] = []
         self._layer_id = 0
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -134,17 +135,16 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         columns = [req_to_token[row, :seq_len] for row, seq_len in zip(rows, lens, strict=True)]
         if self._shared is None:
             self._shared = self._shared_of(rows, columns)
-        alone = set(range(len(rows)))
+            together = {i for group in self._shared for i in group.members.tolist()}
+            self._alone = [i for i in range(len(rows)) if i not in together]
         for group in self._shared:
-            members = group.members.tolist()
-            alone.difference_update(members)
-            output[members] = group.attend(
-                query[members],
+            output[group.members] = group.attend(
+                query[group.members],
                 partial(read_slots, k_cache),
                 partial(read_slots, v_cache),
                 query.shape[-1] ** -0.5 if scaling is None else scaling,
             ).to(output.dtype)
-        for i in sorted(alone):
+        for i in self._alone:
             output[i : i + 1] = self._attend_row(
                 query[i : i + 1], k_cache, v_cache, columns[i], rows[i], self._batch_gaps[i], scaling
             )

@@ -52,6 +52,7 @@ from grkv_sglang.core import (
     always_kept_tokens,
     attend_probe,
     compress_layer,
+    fitted_queries,
     get_profile,
     get_scorer,
     plan_queries,
@@ -362,6 +363,7 @@ class Compressor:
         n_before = len(path_keys) - source.num_candidates
         scales = self._scales[layer_id]
         queries, scale = work.probe.queries[layer_id]
+        pass_queries, pass_outputs = fitted_queries(work.results, work.profile.fitted_of_passes, layer_id)
         result = compress_layer(
             LayerInputs(
                 keys=path_keys[n_before:],
@@ -373,17 +375,8 @@ class Compressor:
                 ancestor_held=source.path.held(layer_id),
                 output_projection=self._output_projections.get(layer_id),
                 passes={kind: results.statistics(layer_id) for kind, results in work.results.items()},
-                pass_queries={
-                    kind: work.results[kind].queries(layer_id, count)
-                    for kind, count in work.profile.fitted_of_passes.items()
-                    if kind in work.results
-                },
-                pass_outputs={
-                    kind: outputs
-                    for kind, count in work.profile.fitted_of_passes.items()
-                    if kind in work.results
-                    and (outputs := work.results[kind].outputs(layer_id, count)) is not None
-                },
+                pass_queries=pass_queries,
+                pass_outputs=pass_outputs,
                 window=work.probe.window.get(layer_id),
                 held_out=work.probe.held_out.get(layer_id),
                 layer=layer_id,

@@ -407,9 +407,7 @@ class _Layer:
             # They come from behind the span: every one sees all of it.
             last = torch.full((len(queries),), self.keys.shape[1] - 1)
             rows = self._grouped(queries.float(), last)
-            known = self._inputs.pass_outputs.get(pass_kind)
-            output = self.attend(rows).output if known is None else group_rows(known, self.keys.shape[0])
-            parts.append((rows, output))
+            parts.append((rows, self.outputs(rows, self._inputs.pass_outputs.get(pass_kind))))
         if not parts:
             raise ValueError(
                 f"expected a plan with queries to fit, because profile {self._profile.name!r} has a value or "
@@ -433,9 +431,9 @@ class _Layer:
             rows.queries, self.keys, self.values, scale=self.scale, visible=visible, beside=rows.beside
         )
 
-    def held_out(self, rows: _Rows) -> Tensor:
-        """Outputs [Hkv, N, dv] of the held-out queries over the full span."""
-        known = self._inputs.held_out
+    def outputs(self, rows: _Rows, known: Tensor | None) -> Tensor:
+        """[Hkv, N, dv] over ancestors and the full span; `known` [k, Hq, dv] if a pass or probe computed
+        them."""
         return self.attend(rows).output if known is None else group_rows(known, self.keys.shape[0])
 
     def retained(self, chosen: _Chosen) -> tuple[Tensor, Tensor]:
@@ -595,7 +593,7 @@ def compress_layer(
     chosen = _Chosen.of(kept, scores, always_kept, profile.fixed_share)
     keys, values = layer.retained(chosen)
     held_rows = layer.rows(plan.held_out, "strata")
-    held_out = layer.problem(held_rows, layer.held_out(held_rows), chosen)
+    held_out = layer.problem(held_rows, layer.outputs(held_rows, inputs.held_out), chosen)
     selected = time.perf_counter()
 
     new_keys, new_values = keys, values

@@ -7,7 +7,7 @@ attention weights are reduced to a few numbers per KV head and token as it goes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grkv_sglang.core.attention import blocks, by_token, group_rows
 from grkv_sglang.core.queries import stratum_midpoints
-from grkv_sglang.core.selection import PassStatistics
+from grkv_sglang.core.selection import PassKind, PassStatistics
 
 N_FIRST = 4
 """First tokens of a span, which are attention sinks where it starts the sequence."""
@@ -232,6 +232,17 @@ class PassResults:
         alone = by_token(of_sampled, group) if looked_at_all else None
         self._outputs.setdefault(layer, []).append(alone)
         return by_token(output, group)
+
+
+def fitted_queries(
+    results: Mapping[PassKind, PassResults], counts: Mapping[PassKind, int], layer: int
+) -> tuple[dict[PassKind, Tensor], dict[PassKind, Tensor]]:
+    """What the regression fits of passes: their queries in one layer, and these queries' outputs where they
+    are known. Kinds in `counts` without results are left out."""
+    taken = {kind: (results[kind], count) for kind, count in counts.items() if kind in results}
+    queries = {kind: of.queries(layer, count) for kind, (of, count) in taken.items()}
+    outputs = {kind: of.outputs(layer, count) for kind, (of, count) in taken.items()}
+    return queries, {kind: output for kind, output in outputs.items() if output is not None}
 
 
 def _spread(found: Tensor, count: int) -> Tensor:

@@ -17,6 +17,7 @@ from grkv_sglang.attention.ragged import RaggedRegion
 from grkv_sglang.attention.rows import prefix_row
 from grkv_sglang.attention.shared import SharedPrefix, shared_prefixes
 from grkv_sglang.attention.torch_backend import GrkvTorchAttnBackend
+from tests.attention.reference import reference
 
 
 def rows(*slots: list[int]) -> list[Tensor]:
@@ -90,16 +91,6 @@ def test_few_shared_slots_are_not_worth_it():
     slots = list(range(1, shared.LEAST_SAVED_SLOTS + 1))
     assert shared_prefixes(rows([*slots, 900], [*slots, 901])) == [SharedPrefix((0, 1), len(slots))]
     assert shared_prefixes(rows([*slots[1:], 900], [*slots[1:], 901])) == []
-
-
-def expected(query: Tensor, keys: Tensor, values: Tensor, slots: list[int], scale: float) -> Tensor:
-    """Float64, one head after the other: query [heads, d] over these slots."""
-    group = query.shape[0] // keys.shape[1]
-    output = []
-    for head in range(query.shape[0]):
-        k, v = (cache[slots, head // group].double() for cache in (keys, values))
-        output.append((k @ query[head].double() * scale).softmax(0) @ v)
-    return torch.stack(output)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 3), (4, 1)])
@@ -181,8 +172,8 @@ def test_decoding_together_is_decoding(
     keys, values = (cache.float() for cache in kv.get_kv_buffer(0))
     assert sorted(attended) == [2, 3]
     for i, slots in enumerate(slots_of[:-1]):
-        want = expected(query[i], keys, values, slots, 0.3)
-        torch.testing.assert_close(got[i].double(), want, atol=tolerance, rtol=tolerance)
+        want = reference(query[i : i + 1], keys[slots], values[slots], 0.3)
+        torch.testing.assert_close(got[i : i + 1].double(), want, atol=tolerance, rtol=tolerance)
     # A batch that shares nothing, behind it.
     alone = SimpleNamespace(
         req_pool_indices=batch.req_pool_indices[3:4],

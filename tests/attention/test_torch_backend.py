@@ -14,22 +14,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from grkv_sglang.attention.ragged import RaggedRegion
 from grkv_sglang.attention.rows import prefix_row
 from grkv_sglang.attention.torch_backend import QUERY_BLOCK_TOKENS, GrkvTorchAttnBackend, causal_attention
+from tests.attention.reference import reference
 
 SHAPES = [(9, 3, 64), (4, 4, 32), (8, 1, 16), (4, 2, 48)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-
-
-def reference(query, keys, values, scale):
-    """[q, heads, d] over [n, kv_heads, d]: the last q of n tokens, one row and one head at a time."""
-    q, k, v = query.double(), keys.double(), values.double()
-    group = q.shape[1] // k.shape[1]
-    out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
-    for i in range(q.shape[0]):
-        visible = k.shape[0] - q.shape[0] + i + 1
-        for h in range(q.shape[1]):
-            weights = torch.softmax(k[:visible, h // group] @ q[i, h] * scale, 0)
-            out[i, h] = weights @ v[:visible, h // group]
-    return out
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -140,14 +140,19 @@ def test_budgets_per_layer_are_refused(monkeypatch: pytest.MonkeyPatch):
         Compressor(runner, PROMPTS).check_profile("pyramidkv")
 
 
+def random_pool(n_slots: int, n_kv_heads: int, dim: int, n_layers: int) -> MHATokenToKVPool:
+    pool = MHATokenToKVPool(n_slots, 1, torch.float32, n_kv_heads, dim, n_layers, "cpu", False)
+    for layer in range(n_layers):
+        for buffer in pool.get_kv_buffer(layer):
+            buffer.copy_(torch.randn(buffer.shape))
+    return pool
+
+
 @pytest.mark.parametrize("n_kv_heads", [1, 2, 3])
 def test_a_packed_copy_holds_every_token_of_every_head(n_kv_heads: int):
     """Read back by hand: the heads' rows, one head behind the other."""
     n_layers, n = 2, 7
-    pool = MHATokenToKVPool(40, 1, torch.float32, n_kv_heads, 4, n_layers, "cpu", False)
-    for layer in range(n_layers):
-        for buffer in pool.get_kv_buffer(layer):
-            buffer.copy_(torch.randn(buffer.shape))
+    pool = random_pool(40, n_kv_heads, 4, n_layers)
     slots, new_slots = torch.randperm(40)[: 2 * n].view(2, n) + 1
     span = replace(source(), start_tokens=0, token_ids=range(n), exact_start_tokens=0, slots=slots)
     runner: Any = SimpleNamespace(
@@ -170,10 +175,7 @@ def test_a_packed_copy_holds_every_token_of_every_head(n_kv_heads: int):
 def test_what_a_probe_sees_of_spans_whose_heads_hold_tokens_of_their_own(n_kv_heads: int):
     """Two regions among the ancestors, two layers with other counts: gathered rows head by head."""
     n_layers, n = 2, 6
-    pool = MHATokenToKVPool(60, 1, torch.float32, n_kv_heads, 4, n_layers, "cpu", False)
-    for layer in range(n_layers):
-        for buffer in pool.get_kv_buffer(layer):
-            buffer.copy_(torch.randn(buffer.shape))
+    pool = random_pool(60, n_kv_heads, 4, n_layers)
     before, slots = (torch.randperm(60) + 1).split([11, 49])
     # Columns 2 to 3 and 4 to 6 of the eleven.
     counts = {1: ([[2], [2]], [[3], [3]]), 3: ([[6, 0, 0], [1, 2, 3]], [[0, 4, 5], [9, 0, 0]])}[n_kv_heads]
@@ -227,9 +229,7 @@ def test_the_attention_of_a_probe_behind_such_spans(heads: int, n_kv_heads: int)
         1,
         replace(get_profile("paper"), n_window=5, fit_window=5, n_held_out=4),
     )
-    pool = MHATokenToKVPool(120, 1, torch.float32, n_kv_heads, dim, 2, "cpu", False)
-    for buffer in pool.get_kv_buffer(layer_id):
-        buffer.copy_(torch.randn(buffer.shape))
+    pool = random_pool(120, n_kv_heads, dim, 2)
     before, slots = (torch.randperm(120) + 1).split([20, 100])
     counts = torch.tensor([[12] * n_kv_heads, [12 + 9, *[12] * (n_kv_heads - 2), 12 - 9]])
     region = RaggedRegion(3, 12, counts)
@@ -271,10 +271,9 @@ def test_a_layer_is_written_head_by_head(scorer: str, n_slots: int):
     profile = replace(
         get_profile("paper"), scorer=scorer, n_window=5, fit_window=5, n_held_out=4, rerotate=False, sinks=1
     )
-    pool = MHATokenToKVPool(150, 1, torch.float32, n_kv_heads, dim, n_layers, "cpu", False)
+    pool = random_pool(150, n_kv_heads, dim, n_layers)
     for layer in range(n_layers):
         for buffer in pool.get_kv_buffer(layer):
-            buffer.copy_(torch.randn(buffer.shape))
             buffer[:, 1] *= 3  # heads whose attention is more peaked keep fewer tokens
     slots, new_slots, others = (torch.randperm(150) + 1).split([n, n_slots, 150 - n - n_slots])
     span = replace(

@@ -11,15 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.fidelity.cases import Case, Chat
-from benchmarks.fidelity.host import Host
-from benchmarks.fidelity.methods import parse_methods
-from benchmarks.fidelity.run import measure_case
-from benchmarks.fidelity.served import ServedHost, measure_case_served
 from benchmarks.multi_turn_drift import Chat as DriftChat
 from benchmarks.multi_turn_drift import conversation, pieces_of_text, run_setting
 from tests.engine.client import Client, distinct_tails, document, question
 from tests.engine.conftest import engine
+from tests.engine.fidelity import check_agreement
 
 pytestmark = pytest.mark.engine
 
@@ -42,36 +38,8 @@ def client(model_path: Path, tokenizer: Any, server_dir: Path) -> Iterator[Clien
 
 
 def test_served_and_offline_fidelity_agree(client: Client, model_path: Path, tokenizer: Any):
-    """The benchmark without an engine measures what the engine serves: both passes, all kinds of queries."""
-    (ids,) = pieces_of_text(tokenizer, 1, 740)
-    case = Case(
-        name="agreement",
-        kind="prose",
-        context=ids[:700],
-        continuation=ids[700:740],
-        questions=[Chat(tokenizer).suffix("What happens in this text?")],
-        facts=[],
-        fact_depths=[],
-    )
-    client.flush()
-    budget = 0.2
-    served = measure_case_served(
-        ServedHost(str(client.http.base_url), tokenizer),
-        case,
-        [("default", budget), ("best", budget)],
-        answer_tokens=16,
-    )
-    methods = [(method, budget) for method in parse_methods("default,best", None)]
-    offline = measure_case(Host(model_path), case, methods, answer_tokens=16)
-    assert [(r.method, r.measure) for r in served] == [(r.method, r.measure) for r in offline]
-    for there, here in zip(served, offline, strict=True):
-        assert there.slots == here.slots == 140
-        assert there.tokens == here.tokens
-        assert there.nll_increase == pytest.approx(here.nll_increase, abs=0.01)
-        assert there.top1 == pytest.approx(here.top1, abs=1.01 / here.tokens)
-        assert there.attention_error == pytest.approx(here.attention_error, abs=0.002)
-        assert here.kl > 0
-    assert client.settled_state()["spans"] == [], "the benchmark forgets its prefixes"
+    """Both passes, all kinds of queries."""
+    check_agreement(client, model_path, tokenizer, ["default", "best"], context_tokens=700)
 
 
 def test_document_is_compressed_once_and_serves_every_later_question(client: Client):

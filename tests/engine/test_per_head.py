@@ -17,14 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from benchmarks.fidelity.cases import Case, Chat
-from benchmarks.fidelity.host import Host
-from benchmarks.fidelity.methods import parse_methods
-from benchmarks.fidelity.run import measure_case
-from benchmarks.fidelity.served import ServedHost, measure_case_served
-from benchmarks.multi_turn_drift import pieces_of_text
 from tests.engine.client import Client, distinct_tails, document
 from tests.engine.conftest import engine
+from tests.engine.fidelity import check_agreement
 
 pytestmark = pytest.mark.engine
 
@@ -191,34 +186,8 @@ def test_every_head_keeps_the_exact_window(client: Client, model: Any):
 
 
 def test_served_and_offline_fidelity_agree(client: Client, model_path: Path, tokenizer: Any):
-    """The benchmark without an engine, which hides each head's tokens from it, measures what is served."""
-    (ids,) = pieces_of_text(tokenizer, 1, 640)
-    case = Case(
-        name="agreement",
-        kind="prose",
-        context=ids[:600],
-        continuation=ids[600:640],
-        questions=[Chat(tokenizer).suffix("What happens in this text?")],
-        facts=[],
-        fact_depths=[],
-    )
-    client.flush()
-    names = ["per_head", "release_per_head"]
-    served = measure_case_served(
-        ServedHost(str(client.http.base_url), tokenizer),
-        case,
-        [(name, 0.2) for name in names],
-        answer_tokens=16,
-    )
-    methods = [(method, 0.2) for method in parse_methods(",".join(names), None)]
-    offline = measure_case(Host(model_path), case, methods, answer_tokens=16)
-    assert [(r.method, r.measure) for r in served] == [(r.method, r.measure) for r in offline]
-    for there, here in zip(served, offline, strict=True):
-        assert there.slots == here.slots == 120
-        assert there.nll_increase == pytest.approx(here.nll_increase, abs=0.01)
-        assert there.top1 == pytest.approx(here.top1, abs=1.01 / here.tokens)
-        assert there.attention_error == pytest.approx(here.attention_error, abs=0.002)
-        assert here.kl > 0
+    """The benchmark without an engine hides each head's tokens from it."""
+    check_agreement(client, model_path, tokenizer, ["per_head", "release_per_head"], context_tokens=600)
 
 
 @pytest.mark.parametrize("num_dummies", [0, 16])

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -52,8 +53,13 @@ _ADAPTER_B_STD = 0.5
 
 def ensure_tiny_model(folder: Path, tokenizer_source: Path, *, seed: int = 0) -> Path:
     """Build the model in `folder` with the tokenizer of `tokenizer_source`; a finished one is kept."""
-    if (folder / "model.safetensors").is_file():
-        return folder
+    with FileLock(folder.with_suffix(".lock")):  # tests run in several processes
+        if not (folder / "model.safetensors").is_file():
+            _build_model(folder, tokenizer_source, seed)
+    return folder
+
+
+def _build_model(folder: Path, tokenizer_source: Path, seed: int) -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_source)
@@ -79,13 +85,17 @@ def ensure_tiny_model(folder: Path, tokenizer_source: Path, *, seed: int = 0) ->
         if (tokenizer_source / name).is_file():
             shutil.copyfile(tokenizer_source / name, folder / name)
     model.save_pretrained(folder)
-    return folder
 
 
 def ensure_tiny_adapter(folder: Path, model: Path, *, seed: int) -> Path:
     """Write a LoRA adapter of all attention projections in PEFT's format; a finished one is kept."""
-    if (folder / "adapter_model.safetensors").is_file():
-        return folder
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "adapter_model.safetensors").is_file():
+            _build_adapter(folder, model, seed)
+    return folder
+
+
+def _build_adapter(folder: Path, model: Path, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for layer in range(LAYERS):
@@ -110,7 +120,6 @@ def ensure_tiny_adapter(folder: Path, model: Path, *, seed: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from tests.attention.interpreted.world import (
     World,
     model_runner,
 )
+from tests.attention.reference import reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 
@@ -127,19 +128,6 @@ def test_heads_that_hold_tokens_of_their_own(mode, page_size, seed, dtype):
         world.runner.req_to_token_pool.grkv_row_gaps.set(request.row, request.gap)
     torch.manual_seed(99)
     assert not torch.allclose(both(requests)[1], want, atol=0.1)
-
-
-def reference(query, keys, values, scale):
-    """Attention of the last q of n tokens in float64: [q, heads, d] over [n, kv_heads, d]."""
-    group = HEADS // KV_HEADS
-    num_new, num_keys = len(query), len(keys)
-    output = torch.empty(num_new, HEADS, HEAD_DIM, dtype=torch.float64)
-    for i in range(num_new):
-        visible = num_keys - num_new + i + 1
-        for h in range(HEADS):
-            weights = torch.softmax(keys[:visible, h // group] @ query[i, h].double() * scale, 0)
-            output[i, h] = weights @ values[:visible, h // group]
-    return output
 
 
 @pytest.mark.parametrize("scales", [(None, None), (0.07, 3.0)], ids=["unscaled", "scaled"])

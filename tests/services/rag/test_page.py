@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import FileChooser, FilePayload, expect
 
 from tests.services.rag.browser import new_page
 from tests.services.rag.files import QUESTIONS, TOPICS, long_text, pdf
@@ -138,15 +138,20 @@ def test_a_name_is_text_and_never_html(browser, rag_without_engine):
 
 
 def test_everything_by_keyboard(browser, rag_without_engine):
+    file: FilePayload = {"name": "a.txt", "mimeType": "text/plain", "buffer": b"text"}
+
+    def pick(chooser: FileChooser) -> None:
+        chooser.set_files(file)
+
     with new_page(browser) as page:
+        # Listened to from the start: asked for at the last moment, a busy browser does not tell of it.
+        page.on("filechooser", pick)
         open_page(page, rag_without_engine)
         expect(page.get_by_label("Your question")).to_be_focused()
         page.get_by_role("button", name="Sign out").focus()
         page.keyboard.press("Tab")
         expect(page.get_by_role("button", name="Add documents")).to_be_focused()
-        with page.expect_file_chooser() as chooser:
-            page.keyboard.press("Enter")
-        chooser.value.set_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"text"})
+        page.keyboard.press("Enter")
         box = page.get_by_role("checkbox", name="Answer from a.txt")
         expect(box).to_be_visible()
         box.focus()
