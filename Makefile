@@ -29,8 +29,9 @@ browser:
 demo: model
 	$(BIN)/grkv demo $(DEMO_ARGS)
 
+# Two processes with one thread each: servers spend most of their time on one core, starting and decoding.
 test: model browser
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

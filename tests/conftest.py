@@ -16,6 +16,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+SERVERS = {
+    "tests/engine/test_engine.py": "small server",
+    "tests/engine/test_commands.py": "small server",
+    "tests/engine/": None,
+    "tests/services/": "engine_url",
+    "tests/examples/": "engine_url",
+}
+"""Files and folders whose tests start servers -> which one they share."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Servers first, so that processes that share the tests (pytest -n) end at about the same time."""
+    items.sort(key=lambda item: not item.nodeid.startswith(tuple(SERVERS)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file goes to one process as a whole, and all that share a server to the same one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServer(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            shared = next((name for start, name in SERVERS.items() if nodeid.startswith(start)), None)
+            return shared or nodeid.partition("::")[0]
+
+    return ByServer(config, log)
+
+
 @pytest.fixture(scope="session")
 def model_path() -> Path:
     from grkv_sglang.model import ensure_model

@@ -1,4 +1,4 @@
-"""Real servers, one per module: grkv, fp32 on the CPU, all memory checks and our census on."""
+"""Real servers, as few as there are kinds: grkv, fp32 on the CPU, all memory checks and our census on."""
 
 from __future__ import annotations
 
@@ -46,6 +46,25 @@ def engine(
         )
         with running_server(spec) as server:
             yield Client(server.base_url, tokenizer, folder)
+
+
+@pytest.fixture(scope="session")
+def small_server(
+    model_path: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Client]:
+    """The real model and a pool that a few documents fill."""
+    with engine(
+        model_path,
+        tokenizer,
+        tmp_path_factory.mktemp("small-server"),
+        grkv_config={
+            "allow_forced": True, "min_span_tokens": 200, "budget": 0.2, "triggers": "explicit,reuse"
+        },
+        max_total_tokens=6000,
+        context_length=4096,
+        chunked_prefill_size=512,
+    ) as client:  # fmt: skip
+        yield client
 
 
 @pytest.fixture(scope="session")

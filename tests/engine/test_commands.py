@@ -25,19 +25,15 @@ from grkv_sglang.client import (
 from grkv_sglang.client.calls import chat_call, complete_call, generate_call
 from tests.client import recorded
 from tests.engine.client import Client, distinct_tails, document
-from tests.engine.conftest import engine
 
 pytestmark = pytest.mark.engine
 
 SYSTEM = "Answer from the document."
 
 
-@pytest.fixture(scope="module")
-def server(model_path: Path, tokenizer: Any, server_dir: Path) -> Iterator[Client]:
-    config = {"min_span_tokens": 200, "budget": 0.2, "triggers": "explicit"}
-    sizes: dict[str, Any] = {"max_total_tokens": 6000, "context_length": 4096, "chunked_prefill_size": 512}
-    with engine(model_path, tokenizer, server_dir, grkv_config=config, **sizes) as client:
-        yield client
+@pytest.fixture
+def server(small_server: Client) -> Client:
+    return small_server
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from benchmarks.multi_turn_drift import Chat as DriftChat
 from benchmarks.multi_turn_drift import conversation, pieces_of_text, run_setting
 from tests.engine.client import Client, distinct_tails, document, question
-from tests.engine.conftest import engine
 from tests.engine.fidelity import check_agreement
 
 pytestmark = pytest.mark.engine
@@ -22,19 +20,9 @@ pytestmark = pytest.mark.engine
 KNOWN_FAILURES = {"exception", "non_finite", "no_room", "budget_too_small"}
 
 
-@pytest.fixture(scope="module")
-def client(model_path: Path, tokenizer: Any, server_dir: Path) -> Iterator[Client]:
-    config = {"allow_forced": True, "min_span_tokens": 200, "budget": 0.2, "triggers": "explicit,reuse"}
-    with engine(
-        model_path,
-        tokenizer,
-        server_dir,
-        grkv_config=config,
-        max_total_tokens=6000,
-        context_length=4096,
-        chunked_prefill_size=512,
-    ) as client:
-        yield client
+@pytest.fixture
+def client(small_server: Client) -> Client:
+    return small_server
 
 
 def test_served_and_offline_fidelity_agree(client: Client, model_path: Path, tokenizer: Any):

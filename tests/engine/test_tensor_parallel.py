@@ -57,6 +57,16 @@ def test_spans_that_keep_every_token_change_no_output(client: Client):
     client.settled_state()
 
 
+def test_budgets_per_head_are_refused(client: Client):
+    answer = client.post(document(client, 300), {"prefix_end_tokens": 280, "profile": "per_head"})
+    assert answer.status_code == 400
+    assert (
+        "profile 'per_head' lets KV heads keep different numbers of tokens, which this server does not hold "
+        "(each tensor-parallel rank would share out its own heads' budget: set --tp-size 1), or use another "
+        "profile: 'default' or 'best'"
+    ) in answer.text
+
+
 def test_a_document_is_compressed_by_both_ranks_and_served(client: Client):
     client.flush()
     n = 640
