@@ -478,7 +478,8 @@ class Compression:
         self.probe, self.protected, self.lora_id = probe, protected, lora_id
         self.chunks: deque[tuple[PassKind, PassChunk]] = deque()
         """Of passes, still to do."""
-        self.results: defaultdict[PassKind, PassResults] = defaultdict(PassResults)
+        counted = get_scorer(profile.scorer).statistics
+        self.results: defaultdict[PassKind, PassResults] = defaultdict(lambda: PassResults(counted))
         """Of the passes that were begun: none where all tokens are kept."""
         self.quality = SpanQuality()
         self.counts: Tensor | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from grkv_sglang.core.attention import blocks, by_token, group_rows
 from grkv_sglang.core.queries import stratum_midpoints
-from grkv_sglang.core.selection import PassKind, PassStatistics
+from grkv_sglang.core.selection import ALL_STATISTICS, PassKind, PassStatistics, Statistic
 
 N_FIRST = 4
 """First tokens of a span, which are attention sinks where it starts the sequence."""
@@ -129,7 +129,9 @@ def _check_chunk(chunk_tokens: int) -> None:
 class PassResults:
     """What the chunks of one pass have left so far, layer by layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted: frozenset[Statistic] = ALL_STATISTICS) -> None:
+        """`counted`: what of the weights."""
+        self._counted = counted
         self._statistics: dict[int, PassStatistics] = {}
         self._queries: dict[int, list[Tensor]] = {}
         self._outputs: dict[int, list[Tensor | None]] = {}
@@ -202,7 +204,7 @@ class PassResults:
         sampled_rows = (sampled[:, None] * group + torch.arange(group, device=rows.device)).flatten()
         of_sampled = rows.new_empty(n_kv_heads, len(sampled_rows), dv)
         if layer not in self._statistics:
-            self._statistics[layer] = PassStatistics.nothing(n_kv_heads, n_tokens, rows.device)
+            self._statistics[layer] = PassStatistics.nothing(n_kv_heads, n_tokens, rows.device, self._counted)
         n_keys = n_cached + (n_queries if chunk.own_keys else 0)
         for heads, some in blocks(n_kv_heads, rows.shape[1], n_keys, multiple=group, device=rows.device):
             # One softmax over everything that is seen: before the span, the span, the chunk itself.

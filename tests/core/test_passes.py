@@ -18,7 +18,7 @@ from grkv_sglang.core import (
     span_chunks,
 )
 from grkv_sglang.core.passes import CUE_TOKENS, N_FIRST
-from grkv_sglang.core.selection import PassStatistics
+from grkv_sglang.core.selection import PassStatistics, Statistic
 
 from .reference import random
 
@@ -637,6 +637,19 @@ def test_counting_ranges_is_counting_zeros_elsewhere(attended: tuple[tuple[int, 
         ranges.count(some, 3, attended)
     for name, tensor in vars(zeros).items():
         torch.testing.assert_close(getattr(ranges, name), tensor, msg=name)
+
+
+@pytest.mark.parametrize("counted", [set(), {"total"}, {"square"}, {"maximum"}, {"total", "maximum"}])
+def test_only_what_is_asked_for_is_counted(counted: set[Statistic]) -> None:
+    """The same numbers; what was not counted cannot be read by mistake."""
+    some = PassStatistics.nothing(2, 9, torch.device("cpu"), frozenset(counted))
+    whole = PassStatistics.nothing(2, 9, torch.device("cpu"))
+    for seed, attended in ((0, None), (1, ((2, 4), (5, 9)))):
+        weights = random(2, 12, 9 if attended is None else 6, seed=seed).softmax(-1).float()
+        for statistics in (some, whole):
+            statistics.count(weights.clone(), 3, attended)
+    for name, tensor in vars(whole).items():
+        assert torch.equal(getattr(some, name), tensor if name in counted else torch.empty(2, 0)), name
 
 
 def test_counting_overwrites_the_weights() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grkv_sglang.core import Scorer, ScoringContext, get_scorer, scorer_names, selection
+from grkv_sglang.core import Scorer, ScoringContext, get_profile, get_scorer, scorer_names, selection
 from grkv_sglang.core.selection import PassStatistics
 from grkv_sglang.core.selection.adakv import PerHead
 from grkv_sglang.core.selection.base import always_kept_tokens, top_mask, top_mask_pooled, top_masks
@@ -724,6 +724,27 @@ def test_a_sum_takes_all_other_methods() -> None:
     ctx = context()
     expected = ranks(combined.score(ctx)) + ranks(ctx.passes["repetition"].maximum)
     torch.testing.assert_close(nested.score(ctx), expected)
+
+
+@pytest.mark.parametrize(
+    "name", [*BUILT_IN, "question_mass~snapkv", "kvzip+h2o~question_mass", "per_head:kvzip"]
+)
+def test_a_method_reads_what_it_says_of_its_passes(name: str) -> None:
+    """The same scores where nothing else was counted."""
+    ctx, scorer = context(2, 3, 13), get_scorer(name)
+    full = scorer.score(ctx)
+    for kind, statistics in ctx.passes.items():
+        kept = {n: t if n in scorer.statistics else t[:, :0] for n, t in vars(statistics).items()}
+        ctx = replace(ctx, passes={**ctx.passes, kind: PassStatistics(**kept)})
+    assert torch.equal(scorer.score(ctx), full)
+
+
+def test_a_sum_reads_what_its_parts_read() -> None:
+    assert get_scorer("question_mass~snapkv").statistics == {"total"}
+    assert get_scorer("kvzip+repetition_energy").statistics == {"maximum", "square"}
+    assert get_scorer("per_head:kvzip").statistics == {"maximum"}
+    assert get_profile("default").scorer.startswith("question_mass~")  # the cheap ones, in serving
+    assert get_scorer(get_profile("default").scorer).statistics == {"total"}
 
 
 def test_a_sum_needs_the_projection_that_a_part_scores_by() -> None:

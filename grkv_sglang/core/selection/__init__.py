@@ -8,11 +8,13 @@ from importlib.metadata import entry_points
 
 from grkv_sglang.core.selection.adakv import AdaKV, CriticalAdaKV, PerHead
 from grkv_sglang.core.selection.base import (
+    ALL_STATISTICS,
     PassKind,
     PassStatistics,
     QueryKind,
     Scorer,
     ScoringContext,
+    Statistic,
     Storage,
 )
 from grkv_sglang.core.selection.combined import RankSum, ShareSum
@@ -26,6 +28,7 @@ from grkv_sglang.core.selection.stratified import Stratified, StratifiedValue
 from grkv_sglang.core.selection.usage import QuestionMass, RepetitionEnergy, RepetitionMass
 
 __all__ = [
+    "ALL_STATISTICS",
     "PassKind",
     "PassStatistics",
     "QueryKind",
@@ -33,6 +36,7 @@ __all__ = [
     "Scorer",
     "ScoringContext",
     "ShareSum",
+    "Statistic",
     "Storage",
     "get_scorer",
     "scorer_names",

@@ -79,7 +79,7 @@ class PerHead(Scorer):
             )
         self._scores = scores
         self.name = self.prefix + scores.name
-        self.queries, self.passes = scores.queries, scores.passes
+        self.queries, self.passes, self.statistics = scores.queries, scores.passes, scores.statistics
         self.needs_output_projection = scores.needs_output_projection
 
     def score(self, ctx: ScoringContext) -> Tensor:

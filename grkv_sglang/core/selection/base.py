@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +21,11 @@ PassKind = Literal["span", "repetition", "questions"]
 the span, whose KV it sees. "questions": a few generic requests, as they may follow the span; only this one
 does not cost a prefill of the span."""
 
+Statistic = Literal["total", "square", "maximum"]
+"""What can be counted of a pass's attention weights: the fields of `PassStatistics`."""
+
+ALL_STATISTICS: frozenset[Statistic] = frozenset({"total", "square", "maximum"})
+
 Storage = Literal["even", "per_head", "per_layer"]
 """Which budgets a method uses. "even": every KV head of every layer keeps as many tokens; any server can hold
 it. "per_head": the heads of a layer keep different numbers, with the same total in every layer. "per_layer":
@@ -31,6 +36,7 @@ the totals of the layers differ: not for serving, where one slot index exists in
 class PassStatistics:
     """What a pass leaves of its attention weights `a` (joint with everything else that a query sees): for
     every KV head and token s of the span, over all counting queries i and the G query heads of the group.
+    What is not counted has no columns, so that reading it fails.
 
     Attributes:
         total: [Hkv, n] float32, the mean over the group of `sum_i a_is`.
@@ -43,9 +49,19 @@ class PassStatistics:
     maximum: Tensor
 
     @classmethod
-    def nothing(cls, n_kv_heads: int, n_tokens: int, device: torch.device) -> PassStatistics:
-        """Of no query."""
-        return cls(*(torch.zeros(n_kv_heads, n_tokens, device=device) for _ in range(3)))
+    def nothing(
+        cls,
+        n_kv_heads: int,
+        n_tokens: int,
+        device: torch.device,
+        counted: frozenset[Statistic] = ALL_STATISTICS,
+    ) -> PassStatistics:
+        """Of no query; `counted` of all that come."""
+
+        def zeros(name: Statistic) -> Tensor:
+            return torch.zeros(n_kv_heads, n_tokens if name in counted else 0, device=device)
+
+        return cls(zeros("total"), zeros("square"), zeros("maximum"))
 
     def count(
         self,
@@ -57,24 +73,26 @@ class PassStatistics:
         """Add some more query rows.
 
         Args:
-            weights: [h, N, k] float32 of the KV heads `heads`, N a multiple of `group`; overwritten.
+            weights: [h, N, k] float32 of the KV heads `heads`, N a multiple of `group`; may be overwritten.
             group: G.
             attended: ranges of the k tokens that the weights are over; None for all n.
             heads: which; all of them unless given.
         """
         ones = weights.new_full((weights.shape[0], 1, weights.shape[1]), 1 / group)
         # As products with a row of ones: sums over a dimension that is not the last are slow on a CPU.
-        total = torch.bmm(ones, weights).squeeze(1)
-        maximum = weights.amax(dim=1)
-        square = torch.bmm(ones, weights.mul_(weights)).squeeze(1)
+        found: list[tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]] = []
+        if self.total.shape[-1]:
+            found.append((self.total, torch.bmm(ones, weights).squeeze(1), torch.add))
+        if self.maximum.shape[-1]:
+            found.append((self.maximum, weights.amax(dim=1), torch.maximum))
+        if self.square.shape[-1]:
+            found.append((self.square, torch.bmm(ones, weights.mul_(weights)).squeeze(1), torch.add))
         at = 0
         for low, high in attended if attended is not None else ((0, weights.shape[-1]),):
             here = slice(at, at + high - low)
             at = here.stop
-            self.total[heads, low:high] += total[:, here]
-            self.square[heads, low:high] += square[:, here]
-            largest = self.maximum[heads, low:high]
-            torch.maximum(largest, maximum[:, here], out=largest)
+            for so_far, new, joined in found:
+                so_far[heads, low:high] = joined(so_far[heads, low:high], new[:, here])
 
 
 @dataclass(frozen=True)
@@ -123,6 +141,8 @@ class Scorer(ABC):
     """The kinds of probed queries that it looks at."""
     passes: frozenset[PassKind] = frozenset()
     """The passes that it needs."""
+    statistics: frozenset[Statistic] = ALL_STATISTICS
+    """What it reads of them; the others need not be counted."""
     storage: Storage = "even"
     needs_output_projection: bool = False
 

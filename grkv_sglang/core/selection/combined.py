@@ -43,6 +43,7 @@ class RankSum(Scorer):
         self.name = self.separator.join(part.name for part in parts)
         self.queries = frozenset().union(*(part.queries for part in parts))
         self.passes = frozenset().union(*(part.passes for part in parts))
+        self.statistics = frozenset().union(*(part.statistics for part in parts if part.passes))
         self.needs_output_projection = any(part.needs_output_projection for part in parts)
 
     def score(self, ctx: ScoringContext) -> Tensor:

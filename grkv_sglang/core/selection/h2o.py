@@ -20,6 +20,7 @@ class H2O(Scorer):
 
     name = "h2o"
     passes = frozenset({"span"})
+    statistics = frozenset({"total"})
 
     def score(self, ctx: ScoringContext) -> Tensor:
         return ctx.passes["span"].total

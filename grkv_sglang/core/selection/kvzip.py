@@ -20,6 +20,7 @@ class KVzip(Scorer):
 
     name = "kvzip"
     passes = frozenset({"repetition"})
+    statistics = frozenset({"maximum"})
 
     def score(self, ctx: ScoringContext) -> Tensor:
         return ctx.passes["repetition"].maximum

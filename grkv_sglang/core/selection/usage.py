@@ -19,6 +19,7 @@ class QuestionMass(Scorer):
 
     name = "question_mass"
     passes = frozenset({"questions"})
+    statistics = frozenset({"total"})
 
     def score(self, ctx: ScoringContext) -> Tensor:
         return ctx.passes["questions"].total * _norms(ctx.values)
@@ -34,6 +35,7 @@ class RepetitionMass(Scorer):
 
     name = "repetition_mass"
     passes = frozenset({"repetition"})
+    statistics = frozenset({"total"})
 
     def score(self, ctx: ScoringContext) -> Tensor:
         return ctx.passes["repetition"].total * _norms(ctx.values)
@@ -48,6 +50,7 @@ class RepetitionEnergy(Scorer):
 
     name = "repetition_energy"
     passes = frozenset({"repetition"})
+    statistics = frozenset({"square"})
 
     def score(self, ctx: ScoringContext) -> Tensor:
         return ctx.passes["repetition"].square * _norms(ctx.values)
