@@ -6,10 +6,12 @@ The bound is those bytes at the bandwidth of a large copy on the same card.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
-from grkv_kernels import LayerBuffers, gather_tokens, ragged_attention, scatter_tokens
+from grkv_kernels import LayerBuffers, gather_tokens, merge_states, ragged_attention, scatter_tokens
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -18,6 +20,8 @@ from benchmarks.gpu.rows import Figure, Row, Skipped
 from benchmarks.gpu.setup import Setup
 from benchmarks.gpu.timing import Action, Step, copy_bandwidth, timed
 
+_OWN_SLOTS = 256
+_SHARED_SLOTS = (256, 1024, 4096, 16384)
 _ROOM = 1.3
 """Memory for what comes beside the pool."""
 
@@ -106,6 +110,64 @@ def _contiguous(setup: Setup, keys: Tensor, values: Tensor, queries: Tensor, bat
         for cells in (keys, values)
     )
     return lambda: scaled_dot_product_attention(rows, dense_keys, dense_values, scale=sizes.scale)
+
+
+def shared(setup: Setup) -> Iterator[Row]:
+    """Requests behind the same slots and some of their own: together and one by one. Without graphs, as
+    a server does it: launches count."""
+    part, sizes, dtype = "decode/shared", setup.sizes, setup.sizes.pool_dtypes[0]
+    generator = setup.generator()
+    own = min(_OWN_SLOTS, sizes.spans[0])
+    for batch in (count for count in sizes.batches if count > 1):
+        queries = torch.randn(
+            (batch, sizes.heads, sizes.head_dim), generator=generator, device=setup.device, dtype=dtype
+        )
+        for n_shared in dict.fromkeys(min(count, sizes.spans[0]) for count in _SHARED_SLOTS):
+            n_slots = n_shared + batch * own
+            keys, values = torch.randn(
+                (2, n_slots * sizes.kv_heads, sizes.head_dim),
+                generator=generator, device=setup.device, dtype=dtype,
+            )  # fmt: skip
+            order = torch.randperm(n_slots, generator=generator, device=setup.device)
+            of_all, rest = order[:n_shared].expand(1, -1), order[n_shared:].view(batch, own)
+            of_each = torch.cat([of_all.expand(batch, -1), rest], dim=1)
+            every, first, second = (_cells_of(slots, sizes.kv_heads) for slots in (of_each, of_all, rest))
+            group = torch.tensor([0, batch], dtype=torch.int32, device=setup.device)
+
+            def attend(
+                cells: tuple[Tensor, Tensor], keys: Tensor = keys, values: Tensor = values,
+                queries: Tensor = queries, **given: Any,
+            ) -> tuple[Tensor, Tensor]:  # fmt: skip
+                return ragged_attention(
+                    queries, keys, values, *cells, n_kv_heads=sizes.kv_heads, scale=sizes.scale, **given
+                )
+
+            case = f"batch {batch}, {n_shared} shared and {own} own tokens, {dtype_name(dtype)}"
+            medians_ms: dict[str, float] = {}
+            together = partial(_joined, attend, first, second, group)
+            steps = [Step("one by one", partial(attend, every)), Step("together", together)]
+            yield from timed(setup, part, case, steps, medians_ms)
+            if len(medians_ms) == len(steps):
+                ratio = medians_ms["together"] / medians_ms["one by one"]
+                yield Figure(part, "together / one by one", case, ratio, "of the time")
+
+
+def _joined(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    shared_cells: tuple[Tensor, Tensor],
+    own_cells: tuple[Tensor, Tensor],
+    group: Tensor,
+) -> tuple[Tensor, Tensor]:
+    batch = (len(own_cells[1]) - 1) // (len(shared_cells[1]) - 1)
+    return merge_states(*attend(own_cells), *attend(shared_cells, q_indptr=group, max_queries=batch))
+
+
+def _cells_of(slots: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Cells and their indptr of requests that read `slots` [B, n] with every head."""
+    head = torch.arange(kv_heads, device=slots.device).unsqueeze(1)
+    cells = slots.unsqueeze(1) * kv_heads + head
+    indptr = torch.arange(cells.shape[0] * kv_heads + 1, device=slots.device) * slots.shape[1]
+    return cells.flatten().to(torch.int32), indptr.to(torch.int32)
 
 
 def moves(setup: Setup) -> Iterator[Row]:

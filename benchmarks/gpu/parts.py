@@ -18,6 +18,7 @@ PARTS: dict[str, Part] = {
     "compression/scoring": steps.scoring,
     "compression/regression": steps.regression,
     "decode/attention": decode.attention,
+    "decode/shared": decode.shared,
     "decode/moves": decode.moves,
 }
 

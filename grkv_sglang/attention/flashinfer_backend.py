@@ -10,6 +10,9 @@ request (for sliding windows); the subclasses here fill it in and shorten the le
 - extend: the prefix (ragged + paged: new tokens are read from the batch) or the whole sequence (paged only).
   Query lengths come from logical lengths and do not change.
 
+Slots that several decoding requests read first (see `shared`) are left out of an eager decode plan and
+attended to together, by our kernel. A captured graph reads rows as they are.
+
 SGLang's sums of lengths only size temporary index buffers; they stay logical, an upper bound. Its FlashInfer
 path reads slot by slot whatever the page size, so a gap need not be a multiple of it. FlashInfer's own plan
 and kernels need a GPU: they have never been run with these inputs.
@@ -17,6 +20,7 @@ and kernels need a GPU: they have never been run with these inputs.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.attention.flashinfer_backend import (
@@ -26,11 +30,16 @@ from sglang.srt.layers.attention.flashinfer_backend import (
 )
 from torch import Tensor
 
+from grkv_sglang.attention.cells import add_shared, read_together
 from grkv_sglang.attention.refuse import refuse
 from grkv_sglang.attention.rows import attach_row_gaps, host_lens
+from grkv_sglang.attention.shared import SharedCells
+from grkv_sglang.config import FLASHINFER_ATTENTION
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -60,6 +69,60 @@ class GrkvFlashInferAttnBackend(FlashInferAttnBackend):  # type: ignore[misc]
         self.row_gaps = attach_row_gaps(model_runner.req_to_token_pool, model_runner.device)
         self.indices_updater_decode = GapDecodeUpdater(model_runner, self)
         self.indices_updater_prefill = GapPrefillUpdater(model_runner, self)
+        self.shared: SharedCells | None = None
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Of an eager batch."""
+        table = self.req_to_token_pool.req_to_token
+        self.shared = read_together(forward_batch, self.row_gaps, table, self.token_to_kv_pool)
+        super().init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Of a captured batch or a replay, which reads nothing together."""
+        self.shared = None
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """As SGLang's, then what is read together."""
+        if self.shared is None:
+            output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
+            return output
+        wrappers = self.forward_metadata.decode_wrappers
+        asked = _WithLse(wrappers[0])
+        self.forward_metadata.decode_wrappers = [asked]
+        try:
+            output = super().forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
+        finally:
+            self.forward_metadata.decode_wrappers = wrappers
+        queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        heads = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+        pool = self.token_to_kv_pool
+        add_shared(self.shared, pool, layer, FLASHINFER_ATTENTION, queries, heads, asked.lse)
+        return output
+
+
+class _WithLse:
+    """A decode wrapper whose `forward` leaves the natural log-sum-exps of its logits in `lse` [B, Hq]."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self.lse: Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What SGLang calls; FlashInfer's log-sum-exps are to the base 2."""
+        output: Tensor
+        output, lse = self._wrapper.forward_return_lse(*args, **kwargs)
+        self.lse = lse * math.log(2)
+        return output
 
 
 class GapDecodeUpdater(FlashInferIndicesUpdaterDecode):  # type: ignore[misc]
@@ -86,8 +149,13 @@ class GapDecodeUpdater(FlashInferIndicesUpdaterDecode):  # type: ignore[misc]
         first, lens = self.attn_backend.row_gaps.read_range(
             req_pool_indices[: paged_kernel_lens.numel()], paged_kernel_lens
         )
+        lens_cpu = host_lens(plan, seq_lens_cpu)
+        shared = self.attn_backend.shared
+        if shared is not None:
+            first, lens = first + shared.num_slots, lens - shared.num_slots
+            lens_cpu = None if lens_cpu is None else lens_cpu - shared.num_slots_cpu
         super().call_begin_forward(
-            wrapper, lens, paged_kernel_lens_sum, kv_indptr, first, None, host_lens(plan, seq_lens_cpu),
+            wrapper, lens, paged_kernel_lens_sum, kv_indptr, first, None, lens_cpu,
             *args, plan=plan, req_pool_indices=req_pool_indices, **kwargs,
         )  # fmt: skip
 

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from grkv_sglang.core.attention import Partial, attend, by_token, group_rows, join
 
-LEAST_SAVED_SLOTS = 1024
-"""Fewer slots than this, over all members but one, are read faster than attention is split and joined: on a
-CPU, measured by ``python -m benchmarks.shared_decode``."""
+LEAST_SAVED_SLOTS = {"cpu": 1024, "cuda": 32768}
+"""Fewer slots than this, over all members but one, are read faster than attention is split and joined, by
+kind of device. On a CPU measured by ``python -m benchmarks.shared_decode``; on a GPU an estimate that nobody
+measured: four more launches per layer take some 40 us, in which 3 TB/s read as many slots of 4 KiB."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,12 @@ class SharedPrefix:
         return (len(self.members) - 1) * self.num_slots
 
 
-def pays(prefix: SharedPrefix) -> bool:
-    """The cost model: what is spared against what splitting and joining cost."""
-    return prefix.saved_slots >= LEAST_SAVED_SLOTS
+def pays(prefix: SharedPrefix, device: str) -> bool:
+    """The cost model of a kind of device: what is spared against what splitting and joining cost."""
+    return prefix.saved_slots >= LEAST_SAVED_SLOTS[device]
 
 
-def shared_prefixes(
-    rows: Sequence[Tensor], pays: Callable[[SharedPrefix], bool] = pays
-) -> list[SharedPrefix]:
+def shared_prefixes(rows: Sequence[Tensor], pays: Callable[[SharedPrefix], bool]) -> list[SharedPrefix]:
     """Disjoint groups of requests; those left out share too little.
 
     Requests about several documents behind one header share the header as well. Wherever requests part, it is
@@ -139,6 +138,59 @@ class SharedBatch:
         )
         joined = join(first, _by_kv_head(second, n_members))
         return by_token(joined.output, group)
+
+
+@dataclass(frozen=True)
+class SharedCells:
+    """All groups of a batch as ``grkv_kernels.ragged_attention`` reads them: each like a request whose query
+    tokens are its members'. All on the pool's device.
+
+    Attributes:
+        members: [M] int64, which requests of the batch, group by group.
+        q_indptr: [groups + 1] int32, where each group's begin in `members`.
+        most_members: of one group.
+        cells: int64, by group and KV head the shared slots' cells (`ragged`).
+        cells_indptr: [groups * Hkv + 1] int32, where each head's begin.
+        num_slots: [B] int64, how many of each request's first slots these are; 0 for requests in no group.
+        num_slots_cpu: the same on the host.
+    """
+
+    members: Tensor
+    q_indptr: Tensor
+    most_members: int
+    cells: Tensor
+    cells_indptr: Tensor
+    num_slots: Tensor
+    num_slots_cpu: Tensor
+
+    @classmethod
+    def of(
+        cls, prefixes: Sequence[SharedPrefix], rows: Sequence[Tensor], n_kv_heads: int, device: torch.device
+    ) -> SharedCells:
+        """Of groups (one at least) of a batch with these slots, [n] each on the host."""
+        head = torch.arange(n_kv_heads).unsqueeze(1)
+        num_slots = torch.zeros(len(rows), dtype=torch.int64)
+        cells, sizes = [], []
+        for prefix in prefixes:
+            num_slots[list(prefix.members)] = prefix.num_slots
+            slots = rows[prefix.members[0]][: prefix.num_slots].long()
+            cells.append((slots * n_kv_heads + head).flatten())
+            sizes += [prefix.num_slots] * n_kv_heads
+        counts = [len(prefix.members) for prefix in prefixes]
+        return cls(
+            members=torch.tensor([i for prefix in prefixes for i in prefix.members], device=device),
+            q_indptr=_starts(counts).to(device),
+            most_members=max(counts),
+            cells=torch.cat(cells).to(device),
+            cells_indptr=_starts(sizes).to(device),
+            num_slots=num_slots.to(device),
+            num_slots_cpu=num_slots,
+        )
+
+
+def _starts(sizes: Sequence[int]) -> Tensor:
+    """[len + 1] int32 of parts that follow each other."""
+    return torch.nn.functional.pad(torch.tensor(sizes).cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _by_kv_head(of_members: Partial, n_members: int) -> Partial:

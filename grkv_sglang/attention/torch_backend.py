@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grkv_sglang.attention.ragged import RaggedRegion, ordinary_ranges, unpack_heads
 from grkv_sglang.attention.rows import attach_row_gaps
-from grkv_sglang.attention.shared import SharedBatch, shared_prefixes
+from grkv_sglang.attention.shared import SharedBatch, pays, shared_prefixes
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -158,7 +158,8 @@ class GrkvTorchAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             column[:0] if self.row_gaps.regions_of(row) else column[gap:]
             for row, column, gap in zip(rows, columns, self._batch_gaps, strict=True)
         ]
-        return [SharedBatch.of(prefix, slots) for prefix in shared_prefixes(slots)]
+        found = shared_prefixes(slots, partial(pays, device="cpu"))
+        return [SharedBatch.of(prefix, slots) for prefix in found]
 
     def _attend_row(
         self,

@@ -9,11 +9,12 @@ kernels read a stream of slots (``kv_indptr``, ``kv_indices``), so two methods a
 
 Where a span's heads hold tokens of their own (see `ragged`), its columns are left out of the stream. What
 SGLang's kernels compute of the others comes with its log-sum-exp, and is merged with the attention over the
-cells of each head. Such batches run outside CUDA graphs, and wait for the device once: for their rows.
+cells of each head. So are the slots that several decoding requests read first (see `shared`), which attend to
+them together. Both outside CUDA graphs only, where such a batch waits for the device: for its rows.
 
-Lengths and gaps stay on the device: this backend keeps no copy of them on the host. A gap need not be a
-multiple of the page size, because the kernels address every slot by itself. Run in Triton's interpreter on a
-CPU only; never on a GPU yet.
+Lengths and gaps stay on the device otherwise: this backend keeps no copy of them on the host. A gap need not
+be a multiple of the page size, because the kernels address every slot by itself. Run in Triton's interpreter
+on a CPU only; never on a GPU yet.
 """
 
 from __future__ import annotations
@@ -21,13 +22,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from grkv_kernels import merge_states, ragged_attention
+from grkv_kernels import merge_states
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from torch import Tensor
 
+from grkv_sglang.attention.cells import add_shared, attend_cells, read_together
 from grkv_sglang.attention.ragged import OrdinaryRanges, RaggedRegion, RegionCells, region_cells
 from grkv_sglang.attention.refuse import refuse
 from grkv_sglang.attention.rows import attach_row_gaps
+from grkv_sglang.attention.shared import SharedCells
+from grkv_sglang.config import TRITON_ATTENTION
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -61,10 +65,17 @@ class GrkvTritonAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         self._regions: list[tuple[RaggedRegion, ...]] = []
         """Of each request of the batch; empty where none has any."""
         self._region_cells: list[RegionCells] = []
+        self._shared: SharedCells | None = None
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Of a captured batch or a replay: neither has regions or reads anything together."""
+        self._regions, self._region_cells, self._shared = [], [], None
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Of an eager batch."""
         self._regions, self._region_cells = [], []
+        self._shared = read_together(forward_batch, self.row_gaps, self.req_to_token, self.token_to_kv_pool)
         if self.row_gaps.has_regions:
             rows = forward_batch.req_pool_indices.tolist()
             regions = [self.row_gaps.regions_of(row) for row in rows]
@@ -90,6 +101,8 @@ class GrkvTritonAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         """
         rows = req_pool_indices[:bs]
         first, lens = self.row_gaps.read_range(rows, seq_lens[:bs])
+        if self._shared is not None:
+            first, lens = first + self._shared.num_slots, lens - self._shared.num_slots
         indptr = self.kv_indptr[: bs + 1] if kv_indptr is None else kv_indptr
         if self._regions:
             self._pack_ordinary(plan, rows, OrdinaryRanges.of(first, lens, self._regions), kv_indices, indptr)
@@ -134,8 +147,8 @@ class GrkvTritonAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """As SGLang's, then the regions."""
-        if not self._region_cells:
+        """As SGLang's, then the regions and what is read together."""
+        if not self._region_cells and self._shared is None:
             output: Tensor = super().forward_decode(q, k, v, layer, forward_batch, *args, **kwargs)
             return output
         by_split = self.forward_metadata.attn_lse
@@ -150,7 +163,10 @@ class GrkvTritonAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         lse = torch.logsumexp(by_split[: queries.shape[0]], dim=-1)
         heads = output.view(-1, layer.tp_q_head_num, layer.v_head_dim)
-        return self._with_regions(queries, heads, lse, layer).view_as(output)
+        heads, lse = self._with_regions(queries, heads, lse, layer)
+        if self._shared is not None:
+            add_shared(self._shared, self.token_to_kv_pool, layer, TRITON_ATTENTION, queries, heads, lse)
+        return heads.view_as(output)
 
     def _forward_extend_kernel(self, layer: RadixAttention, *args: Any, **kwargs: Any) -> Any:
         """As SGLang's, whose arguments begin with queries, new keys and values, and the output; then the
@@ -161,28 +177,20 @@ class GrkvTritonAttnBackend(TritonAttnBackend):  # type: ignore[misc]
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         super()._forward_extend_kernel(layer, *args, lse_extend=lse, **kwargs)
         metadata = self.forward_metadata
-        merged = self._with_regions(
+        merged, _ = self._with_regions(
             queries, output, lse, layer, q_indptr=metadata.qo_indptr, max_queries=metadata.max_extend_len
         )
         return output.copy_(merged)
 
     def _with_regions(
         self, queries: Tensor, output: Tensor, lse: Tensor, layer: RadixAttention, **given: Any
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Attention over the ordinary columns, [T, Hq, dv] and its log-sum-exp [T, Hq], merged with that over
         the regions, all of which every query sees. `given`: see `ragged_attention`."""
-        pool = self.token_to_kv_pool
-        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         for region in self._region_cells:
-            more, more_lse = ragged_attention(
-                queries.contiguous(),
-                keys.view(-1, keys.shape[-1]),
-                values.view(-1, values.shape[-1]),
-                region.cells,
-                region.indptr[layer.layer_id],
-                n_kv_heads=keys.shape[1],
-                scale=layer.scaling,
-                **given,
+            indptr = region.indptr[layer.layer_id]
+            more = attend_cells(
+                self.token_to_kv_pool, layer, TRITON_ATTENTION, queries, region.cells, indptr, **given
             )
-            output, lse = merge_states(output, lse, more, more_lse)
-        return output
+            output, lse = merge_states(output, lse, *more)
+        return output, lse

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 from grkv_sglang.attention import shared
 from grkv_sglang.attention.ragged import RaggedRegion
 from grkv_sglang.attention.rows import prefix_row
-from grkv_sglang.attention.shared import SharedPrefix, shared_prefixes
+from grkv_sglang.attention.shared import SharedCells, SharedPrefix, pays, shared_prefixes
 from grkv_sglang.attention.torch_backend import GrkvTorchAttnBackend
 from tests.attention.reference import reference
 
@@ -87,10 +89,34 @@ def test_groups_are_disjoint_true_and_worth_it(prefixes: list[list[int]], least:
     assert sum(group.saved_slots for group in found) >= best
 
 
-def test_few_shared_slots_are_not_worth_it():
-    slots = list(range(1, shared.LEAST_SAVED_SLOTS + 1))
-    assert shared_prefixes(rows([*slots, 900], [*slots, 901])) == [SharedPrefix((0, 1), len(slots))]
-    assert shared_prefixes(rows([*slots[1:], 900], [*slots[1:], 901])) == []
+@pytest.mark.parametrize(("device", "least"), [("cpu", 1024), ("cuda", 32768)])
+def test_few_shared_slots_are_not_worth_it(device: str, least: int):
+    here = partial(pays, device=device)
+    slots = list(range(1, least + 1))
+    assert shared_prefixes(rows([*slots, 9], [*slots, 10]), here) == [SharedPrefix((0, 1), len(slots))]
+    assert shared_prefixes(rows([*slots[1:], 9], [*slots[1:], 10]), here) == []
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 3])
+def test_groups_as_cells(n_kv_heads: int):
+    """By group and head, the cells of the slots that all of its members read."""
+    requests = rows([7, 5, 9, 1], [4, 6, 2], [7, 5, 9, 3], [8, 1], [4, 6, 11, 12], [7, 5, 9, 13])
+    prefixes = shared_prefixes(requests, anything)
+    made = SharedCells.of(prefixes, requests, n_kv_heads, torch.device("cpu"))
+    assert made.num_slots.tolist() == [3, 2, 3, 0, 2, 3]
+    assert made.most_members == 3
+    groups = [
+        (made.members[start:end].tolist(), number)
+        for number, (start, end) in enumerate(pairwise(made.q_indptr.tolist()))
+    ]
+    assert sorted(members for members, _ in groups) == [[0, 2, 5], [1, 4]]
+    for members, number in groups:
+        for head in range(n_kv_heads):
+            index = number * n_kv_heads + head
+            cells = made.cells[made.cells_indptr[index] : made.cells_indptr[index + 1]].tolist()
+            slots = [7, 5, 9] if 0 in members else [4, 6]
+            assert cells == [slot * n_kv_heads + head for slot in slots]
+    assert made.cells_indptr[-1] == len(made.cells)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 3), (4, 1)])
@@ -112,7 +138,7 @@ def test_decoding_together_is_decoding(
 ):
     """Two documents behind a header, one of them a span behind a gap; one request alone, and one whose span
     has budgets per head. What nobody reads is NaN, the dummy slot too."""
-    monkeypatch.setattr(shared, "LEAST_SAVED_SLOTS", 4)
+    monkeypatch.setitem(shared.LEAST_SAVED_SLOTS, "cpu", 4)
     attended: list[int] = []
     attend = shared.SharedBatch.attend
 

@@ -1,10 +1,12 @@
 """FlashInfer's wrappers without FlashInfer's kernels: they keep what they were planned with.
 
-Planning is the one step between SGLang's index updaters and the kernels, and it needs a GPU.
+Planning is the one step between SGLang's index updaters and the kernels, and it needs a GPU. What decode
+kernels would compute from the last plan is computed here in float64.
 """
 
 from __future__ import annotations
 
+import math
 import types
 from typing import Any
 
@@ -32,6 +34,27 @@ class DecodeWrapper(Wrapper):
         self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, *_: Any, **__: Any
     ) -> None:
         self.plans.append({"indptr": indptr, "indices": indices, "pages": last_page_len.tolist()})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.forward_return_lse(*args, **kwargs)[0]
+
+    def forward_return_lse(
+        self, q: Tensor, kv: tuple[Tensor, Tensor], *, sm_scale: float, k_scale: float | None,
+        v_scale: float | None, logits_soft_cap: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Output [B, Hq, dv] and, as FlashInfer's, log-sum-exps [B, Hq] to the base 2."""
+        assert logits_soft_cap == 0
+        starts, slots = stream(self.plans[-1])
+        outputs, lses = [], []
+        for query, start, end in zip(q.double(), starts, starts[1:], strict=False):
+            keys, values = (
+                buffer[slots[start:end]].double().repeat_interleave(q.shape[1] // buffer.shape[1], dim=1)
+                for buffer in kv
+            )
+            logits = torch.einsum("hd,nhd->hn", query, keys) * sm_scale * (k_scale or 1)
+            outputs.append(torch.einsum("hn,nhd->hd", logits.softmax(-1), values) * (v_scale or 1))
+            lses.append(logits.logsumexp(-1) / math.log(2))
+        return torch.stack(outputs).to(q.dtype), torch.stack(lses).float()
 
 
 def fast_decode_plan(

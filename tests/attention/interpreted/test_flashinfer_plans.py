@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from grkv_sglang.attention import shared
 from grkv_sglang.attention.flashinfer_backend import GrkvFlashInferAttnBackend
+from grkv_sglang.attention.torch_backend import GrkvTorchAttnBackend
 from tests.attention.interpreted import recording
 from tests.attention.interpreted.recording import stream
 from tests.attention.interpreted.world import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    SHARED_SLOTS,
     UNWRITTEN,
     GraphBuffers,
     Request,
@@ -54,6 +63,65 @@ def test_eager_decode(page_size, seed):
     (plan,) = wrapper.plans
     assert stream(plan) == expected_stream(table(world), requests, prefix_only=False)
     assert plan["pages"] == [1] * len(requests)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "tolerance"), [(1, torch.float32, 1e-5), (16, torch.float16, 3e-3)]
+)
+def test_requests_behind_the_same_slots_decode_together(monkeypatch, page_size, dtype, tolerance):
+    """Plans leave out what is read together; outputs are those of requests one by one."""
+    monkeypatch.setitem(shared.LEAST_SAVED_SLOTS, "cpu", 20)
+    runner = model_runner(page_size, dtype)
+    backend, one_by_one, world = (
+        GrkvFlashInferAttnBackend(runner),
+        GrkvTorchAttnBackend(runner),
+        World(runner, 2),
+    )
+    torch.manual_seed(2)
+    for buffer in runner.token_to_kv_pool.get_kv_buffer(0):
+        buffer.normal_()
+        buffer[0] = torch.nan
+    requests = world.sharing_requests()
+    batch = world.batch(requests, ForwardMode.DECODE)
+    backend.init_forward_metadata(batch)
+    (wrapper,) = backend.forward_metadata.decode_wrappers
+    rest = [replace(r, gap=r.gap + count) for r, count in zip(requests, SHARED_SLOTS, strict=True)]
+    assert stream(wrapper.plans[-1]) == expected_stream(table(world), rest, prefix_only=False)
+
+    layer = RadixAttention(HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
+    q = torch.randn(len(requests), HEADS * HEAD_DIM).to(dtype)
+    k, v = torch.randn(2, len(requests), KV_HEADS, HEAD_DIM).to(dtype)
+    got = backend.forward_decode(q, k, v, layer, batch)
+    assert backend.forward_metadata.decode_wrappers == [wrapper]
+    monkeypatch.setitem(shared.LEAST_SAVED_SLOTS, "cpu", 10**9)
+    one_by_one.init_forward_metadata(batch)
+    want = one_by_one.forward_decode(q, k, v, layer, batch)
+    torch.testing.assert_close(got, want.view_as(got), atol=tolerance, rtol=tolerance)
+
+    # One of them, and a batch in which nothing is shared.
+    alone = world.batch(requests[:1], ForwardMode.DECODE)
+    backend.init_forward_metadata(alone)
+    assert stream(wrapper.plans[-1]) == expected_stream(table(world), requests[:1], prefix_only=False)
+    got = backend.forward_decode(q[:1], k[:1], v[:1], layer, alone)
+    torch.testing.assert_close(got, want[:1].view_as(got), atol=tolerance, rtol=tolerance)
+
+
+def test_a_graph_reads_rows_as_they_are(monkeypatch):
+    """After an eager batch that reads together, too large for the graphs."""
+    monkeypatch.setitem(shared.LEAST_SAVED_SLOTS, "cpu", 20)
+    backend, world = make(1)
+    backend.init_cuda_graph_state(max_bs=3, max_num_tokens=3)
+    graph = GraphBuffers(3)
+    backend.init_forward_metadata_out_graph(graph.captured(world.runner), in_capture=True)
+    (wrapper,) = backend.forward_metadata.decode_wrappers
+    requests = world.sharing_requests()
+    backend.init_forward_metadata(world.batch(requests, ForwardMode.DECODE))
+    assert backend.shared.num_slots.tolist() == backend.shared.num_slots_cpu.tolist() == SHARED_SLOTS
+    batch = world.batch(requests[:3], ForwardMode.DECODE)
+    backend.init_forward_metadata_out_graph(graph.replayed(batch))
+    want = expected_stream(table(world), requests[:3], prefix_only=False)
+    assert stream(wrapper.plans[-1]) == want
+    assert wrapper.plans[-1]["host_indptr"] == want[0]
 
 
 @pytest.mark.parametrize("paged_only", [False, True])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grkv_kernels import read_slots
+from grkv_kernels import ragged_attention, read_slots
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from grkv_sglang.attention import cells, shared
 from grkv_sglang.attention.kv_scales import kv_scales
 from grkv_sglang.attention.torch_backend import GrkvTorchAttnBackend
 from grkv_sglang.attention.triton_backend import GrkvTritonAttnBackend
@@ -18,6 +19,7 @@ from tests.attention.interpreted.world import (
     HEAD_DIM,
     HEADS,
     KV_HEADS,
+    SHARED_SLOTS,
     GraphBuffers,
     World,
     model_runner,
@@ -128,6 +130,71 @@ def test_heads_that_hold_tokens_of_their_own(mode, page_size, seed, dtype):
         world.runner.req_to_token_pool.grkv_row_gaps.set(request.row, request.gap)
     torch.manual_seed(99)
     assert not torch.allclose(both(requests)[1], want, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "scales"),
+    [(1, torch.float32, None), (16, torch.float16, None), (1, torch.float32, (0.07, 3.0))],
+)
+def test_requests_behind_the_same_slots_decode_together(monkeypatch, page_size, dtype, scales):
+    """As they do one by one, beside a request whose heads hold tokens of their own."""
+    triton, torch_, world, layer = make(page_size, dtype, 5, layers=2)
+    if scales is not None:  # of a checkpoint: SGLang multiplies by them whatever the pool's dtype is
+        layer.k_scale, layer.v_scale = map(torch.tensor, scales)
+        layer.k_scale_float, layer.v_scale_float = scales
+    torch.manual_seed(5)
+    requests = world.sharing_requests()
+    fill(world, requests, prefix_only=True)
+    if scales is None:
+        world.regions(requests[3], layers=2)
+    batch = world.batch(requests, ForwardMode.DECODE)
+    q, k, v = random_qkv(len(requests), dtype)
+    asked = []
+
+    def recorded(*args, q_indptr=None, **kwargs):
+        if q_indptr is not None:  # not for regions
+            asked.append(q_indptr.tolist())
+        return ragged_attention(*args, q_indptr=q_indptr, **kwargs)
+
+    monkeypatch.setattr(cells, "ragged_attention", recorded)
+
+    def decoded(backend, least):
+        monkeypatch.setitem(shared.LEAST_SAVED_SLOTS, "cpu", least)
+        backend.init_forward_metadata(batch)
+        return backend.forward_decode(q.clone(), k.clone(), v.clone(), layer, batch)
+
+    alone = decoded(triton, 10**9)
+    assert asked == []
+    together = decoded(triton, 20)
+    assert asked == [[0, 3, 5]]
+    assert_same(together, alone, dtype)
+    if scales is None:  # grkv_torch multiplies by nothing
+        assert_same(together, decoded(torch_, 10**9), dtype)
+        assert_same(together, decoded(torch_, 20), dtype)
+    triton.init_forward_metadata(world.batch(requests[:2], ForwardMode.EXTEND))
+    assert triton._shared is None
+
+
+def test_a_graph_forgets_what_was_read_together(monkeypatch):
+    """A batch too large for the graphs runs eagerly; the next one is a replay."""
+    monkeypatch.setitem(shared.LEAST_SAVED_SLOTS, "cpu", 20)
+    triton, torch_, world, layer = make(1, torch.float32, 8)
+    triton.init_cuda_graph_state(max_bs=3, max_num_tokens=3)
+    graph = GraphBuffers(3)
+    triton.init_forward_metadata_out_graph(graph.captured(world.runner), in_capture=True)
+    captured = triton.forward_metadata
+    requests = world.sharing_requests()
+    fill(world, requests, prefix_only=False)
+    triton.init_forward_metadata(world.batch(requests, ForwardMode.DECODE))
+    assert triton._shared.num_slots.tolist() == SHARED_SLOTS
+    batch = world.batch(requests[:3], ForwardMode.DECODE)
+    view = graph.replayed(batch)
+    triton.init_forward_metadata_out_graph(view)
+    triton.forward_metadata = captured  # what the graph's kernels read
+    q, k, v = random_qkv(3, torch.float32)
+    got = triton.forward_decode(q, k, v, layer, view, save_kv_cache=False)
+    torch_.init_forward_metadata(batch)
+    assert_same(got, torch_.forward_decode(q, k, v, layer, batch, save_kv_cache=False), torch.float32)
 
 
 @pytest.mark.parametrize("scales", [(None, None), (0.07, 3.0)], ids=["unscaled", "scaled"])

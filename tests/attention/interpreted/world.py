@@ -26,6 +26,8 @@ from grkv_sglang.attention.rows import prefix_row
 NUM_ROWS = 6
 ROW_TOKENS = 96
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 32
+SHARED_SLOTS = [30, 30, 30, 0, 24, 24]
+"""Of `World.sharing_requests`."""
 UNWRITTEN = 999_999_999
 """What columns hold that no request has reached: a slot that does not exist."""
 
@@ -116,6 +118,20 @@ class World:
         table[request.row, : request.seq_len] = prefix_row(slots, request.seq_len).to(table.dtype)
         if request.row != 0:
             self.runner.req_to_token_pool.grkv_row_gaps.set(request.row, request.gap)
+
+    def sharing_requests(self) -> list[Request]:
+        """Decoding: three behind the same 30 slots, one of them without a gap; one alone; two behind 24."""
+        sizes = [(1, 7, 47), (3, 7, 52), (2, 0, 45), (5, 3, 20), (4, 9, 40), (6, 9, 33)]
+        made = [Request(row, gap, prefix, 1) for row, gap, prefix in sizes]
+        for request in made:
+            self.write(request)
+        table = self.runner.req_to_token_pool.req_to_token
+        for number, request in enumerate(made):
+            count = SHARED_SLOTS[number]
+            first = made[SHARED_SLOTS.index(count)]
+            slots = table[first.row, first.gap : first.gap + count].clone()
+            table[request.row, request.gap : request.gap + count] = slots
+        return made
 
     def regions(self, request: Request, layers: int) -> tuple[RaggedRegion, ...]:
         """Draw regions anywhere in the request's prefix, next to each other or not, and note them for its
