@@ -37,7 +37,7 @@ def read_together(
     rows = forward_batch.req_pool_indices
     first, lens = (part.tolist() for part in row_gaps.read_range(rows, forward_batch.seq_lens))
     ends = [start + count for start, count in zip(first, lens, strict=True)]
-    columns = req_to_token[rows, : max(ends)].cpu()
+    columns = req_to_token[rows, : max(ends, default=0)].cpu()
     slots = [
         columns[i, end if row_gaps.regions_of(row) else start : end]
         for i, (row, start, end) in enumerate(zip(rows.tolist(), first, ends, strict=True))
