@@ -75,7 +75,8 @@ class Chat:
     """One server's view of the conversation."""
 
     def __init__(self, base_url: str) -> None:
-        self._http = httpx.Client(base_url=base_url, timeout=600)
+        limits = httpx.Limits(keepalive_expiry=2)  # the server closes idle connections after five seconds
+        self._http = httpx.Client(base_url=base_url, timeout=600, limits=limits)
 
     def reply(self, prompt: list[int], new_tokens: int) -> list[int]:
         """Greedy, from the full cache."""

@@ -39,7 +39,8 @@ class ServedHost:
 
     def __init__(self, base_url: str, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._http = httpx.Client(base_url=base_url, timeout=1200)
+        limits = httpx.Limits(keepalive_expiry=2)  # the server closes idle connections after five seconds
+        self._http = httpx.Client(base_url=base_url, timeout=1200, limits=limits)
 
     def generate(self, prompt: Sequence[int], salt: str, max_new_tokens: int) -> list[int]:
         """Greedy, on exact KV, without an end-of-sequence token."""

@@ -41,7 +41,11 @@ class SglangClient:
     """Greedy requests to one server; a context manager that closes its connections."""
 
     def __init__(self, base_url: str, transport: httpx.BaseTransport | None = None) -> None:
-        self._http = httpx.Client(base_url=base_url, timeout=REQUEST_TIMEOUT_S, transport=transport)
+        # The server closes a connection that was idle for five seconds, maybe just as it is used again.
+        limits = httpx.Limits(keepalive_expiry=2)
+        self._http = httpx.Client(
+            base_url=base_url, timeout=REQUEST_TIMEOUT_S, transport=transport, limits=limits
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -24,7 +24,9 @@ class Answer:
 
 class Client:
     def __init__(self, base_url: str, tokenizer: Any, folder: Path) -> None:
-        self.http = httpx.Client(base_url=base_url, timeout=300)
+        # SGLang's server closes a connection that was idle for five seconds, maybe just as it is used again.
+        limits = httpx.Limits(keepalive_expiry=2)
+        self.http = httpx.Client(base_url=base_url, timeout=300, limits=limits)
         self.tokenizer = tokenizer
         self.folder = folder
 

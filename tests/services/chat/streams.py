@@ -20,7 +20,7 @@ class ChatUser:
     """A user of a chat server, signed in."""
 
     def __init__(self, url: str, name: str, password: str = "correct horse") -> None:
-        self.http = httpx.Client(base_url=url, timeout=ANSWER_S)
+        self.http = httpx.Client(base_url=url, limits=httpx.Limits(keepalive_expiry=2), timeout=ANSWER_S)
         answer = self.http.post("/api/register", json={"name": name, "password": password})
         assert answer.status_code == 201, answer.text
 

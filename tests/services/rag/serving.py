@@ -77,7 +77,14 @@ class RunningRag:
 
     def tenant(self, key: str | None = None) -> Tenant:
         headers = {"Authorization": f"Bearer {key or self.key}"}
-        return Tenant(httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=300))
+        return Tenant(
+            httpx.Client(
+                base_url=f"{self.url}/api/v1",
+                headers=headers,
+                limits=httpx.Limits(keepalive_expiry=2),
+                timeout=300,
+            )
+        )
 
 
 @contextmanager
