@@ -199,6 +199,11 @@ ATTENTION_SYMBOLS: dict[str, tuple[HostSymbol, ...]] = {
             "attention.triton_backend: override, super",
         ),
         HostSymbol(
+            f"{_TRITON}.init_forward_metadata_out_graph",
+            ("self", "forward_batch", "in_capture"),
+            "attention.triton_backend: override, super",
+        ),
+        HostSymbol(
             f"{_TRITON}.forward_decode",
             ("self", "q", "k", "v", "layer", "forward_batch"),
             "attention.triton_backend: override, super",
@@ -235,6 +240,26 @@ ATTENTION_SYMBOLS: dict[str, tuple[HostSymbol, ...]] = {
             f"{_FLASHINFER}.FlashInferAttnBackend.__init__",
             ("self", "model_runner", "init_new_workspace"),
             "attention.flashinfer_backend: super",
+        ),
+        HostSymbol(
+            f"{_FLASHINFER}.FlashInferAttnBackend.init_forward_metadata",
+            ("self", "forward_batch"),
+            "attention.flashinfer_backend: override, super",
+        ),
+        HostSymbol(
+            f"{_FLASHINFER}.FlashInferAttnBackend.init_forward_metadata_out_graph",
+            ("self", "forward_batch", "in_capture"),
+            "attention.flashinfer_backend: override, super",
+        ),
+        HostSymbol(
+            f"{_FLASHINFER}.FlashInferAttnBackend.forward_decode",
+            ("self", "q", "k", "v", "layer", "forward_batch"),
+            "attention.flashinfer_backend: override, super",
+        ),
+        HostSymbol(
+            "flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper.forward_return_lse",
+            ("self", "q", "paged_kv_cache", "k_scale", "v_scale", "logits_soft_cap", "sm_scale"),
+            "attention.flashinfer_backend: log-sum-exps of a decode",
         ),
         HostSymbol(
             f"{_FLASHINFER}.FlashInferAttnBackend._check_kv_attention_access",

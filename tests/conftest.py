@@ -20,10 +20,11 @@ SERVERS = {
     "tests/engine/test_engine.py": "small server",
     "tests/engine/test_commands.py": "small server",
     "tests/engine/": None,
+    "tests/benchmarks/test_serving_benchmarks.py": None,
     "tests/services/": "engine_url",
     "tests/examples/": "engine_url",
 }
-"""Files and folders whose tests start servers -> which one they share."""
+"""Files and folders whose tests start servers -> which one they share, if any."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
